@@ -1,33 +1,33 @@
 r"""GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): the maths, and nothing else.
 
-Pure functions on tensors; no model, no tokenizer, no config. Copy this file and it works. It does NOT sample, score,
-shard or train (train_math.py does), and it adds no KL penalty (the paper's objective has none).
+Pure functions on tensors; no model, no tokenizer, no config. Copy this file and it works. What it does NOT do:
+sample, score, shard or train (train_math.py does), and add a KL penalty (the paper's objective has none).
 
 Words: B responses, the `group_size` responses to one prompt side by side; T the padded response length; V the
-vocabulary. `log_probs`, `old_log_probs` (B, T) hold log \pi_\theta(y_{i,t} | x, y_{i,<t}) now and when the responses
-were sampled; `mask` (B, T) is 1 on response tokens, the end token included, and 0 elsewhere.
-Equation numbers are those of arXiv v2; other versions may number differently, so each equation is named as well.
+vocabulary. `log_probs` and `old_log_probs` (B, T) hold log \pi_\theta(y_{i,t} | x, y_{i,<t}) as it is now and as it
+was when the responses were sampled; `mask` (B, T) is 1 on response tokens, the end token included, 0 elsewhere.
+Equations have their numbers in arXiv v2, and names, since other versions may number differently.
 
-Promises, for every function below:
+Promises, of every function below:
   - it computes in float32 or better whatever it is given (bfloat16 cannot even hold 1 + 3e-4);
   - padding may hold anything, NaN and -inf included: neither value nor gradient sees it;
-  - a response without tokens has value 0 and gradient 0 and still counts in the mean over responses;
+  - a response without tokens has value 0 and gradient 0, and still counts in the mean over responses;
   - `old_log_probs` never gets a gradient;
   - a loss is a sum over responses divided by `denominator` (default: the B given). Micro-batches, gradient
-    accumulation and data parallelism are exact when every call is given the same one: the responses in the whole
-    optimizer step (divided by the number of ranks where gradients are averaged over ranks);
+    accumulation and data parallelism are exact when every call gets the same denominator: the responses in the
+    whole optimizer step (divided by the number of ranks where gradients are averaged over ranks);
   - shapes that do not fit raise a ValueError that names them.
 """
 import torch
 
 
 def _float(x):
-    """The same tensor in float32, or in float64 if it came so."""
+    """x in float32, or in float64 if it came so."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _require(fits, **tensors):
-    """ValueError with every tensor's shape unless `fits`."""
+    """ValueError with the shape of each tensor unless `fits`."""
     if not fits:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
         raise ValueError(f"shapes do not fit: {shapes}")
@@ -51,19 +51,24 @@ def _token_mean(x, mask):
     return x.masked_fill(~mask.bool(), 0).sum(dim=1) / mask.bool().sum(dim=1).clamp(min=1)
 
 
-def group_advantages(rewards, group_size, std_eps=1e-4):
-    r"""Eq. 6, group-normalised advantages: A_i = (r_i - mean(r)) / (std(r) + std_eps), within each response's own group.
+def _loss(objective, denominator):
+    """Minus the sum of the responses' objectives (B,) over the denominator, or over B: gradient descent maximises."""
+    return -objective.sum() / (len(objective) if denominator is None else denominator)
 
-    rewards (B,), each run of `group_size` belonging to one prompt -> (B,). The standard deviation is the sample
-    one (n - 1), as in torch, TRL and verl; std_eps is in units of reward. A group of equal rewards gives exactly 0.
+
+def group_advantages(rewards, group_size, std_eps=1e-4):
+    r"""Eq. 6, group-normalised advantages: A_i = (r_i - mean(r)) / (std(r) + std_eps), over response i's own group.
+
+    rewards (B,), each run of `group_size` belonging to one prompt -> (B,). The standard deviation is the sample one
+    (n - 1), as in torch, TRL and verl; std_eps is in units of reward. A group of equal rewards gives exactly 0.
     ValueError: rewards not (B,), group_size < 2, group_size does not divide B, a reward that is not finite."""
     _require(rewards.dim() == 1, rewards=rewards)
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"group_size {group_size} must be at least 2 and divide the {len(rewards)} rewards")
     if not rewards.isfinite().all():
-        raise ValueError("rewards must be finite, without NaN or infinity")
+        raise ValueError("rewards must be finite: there is a NaN or an infinity among them")
     groups = _float(rewards).reshape(-1, group_size)
-    groups = groups - groups[:, :1]  # a shift changes no advantage, and equal rewards are 0 before they can round
+    groups = groups - groups[:, :1]  # shifts no advantage, and equal rewards become 0 before a mean can round them
     centred = groups - groups.mean(dim=1, keepdim=True)
     return (centred / (groups.std(dim=1, keepdim=True) + std_eps)).flatten()
 
@@ -71,8 +76,8 @@ def group_advantages(rewards, group_size, std_eps=1e-4):
 def token_log_probs(logits, tokens, temperature=1.0):
     r"""log \pi_\theta(y_{i,t} | x, y_{i,<t}) = log softmax(logits / temperature)[y_{i,t}].
 
-    logits (B, T, V), tokens (B, T) integers -> (B, T), in float32 from half precision. logits[:, t] already predict
-    tokens[:, t]: shift the model's output by one before. `temperature` is the one the tokens were sampled at.
+    logits (B, T, V), tokens (B, T) integers -> (B, T), float32 from half precision. logits[:, t] already predict
+    tokens[:, t]: shift the model's output by one first. `temperature` is the one the tokens were sampled at.
     ValueError: logits and tokens differ in (B, T), temperature not above 0."""
     _require(logits.dim() == 3 and logits.shape[:2] == tokens.shape, logits=logits, tokens=tokens)
     if not temperature > 0:
@@ -81,10 +86,10 @@ def token_log_probs(logits, tokens, temperature=1.0):
 
 
 def sequence_ratio(log_probs, old_log_probs, mask):
-    r"""Eq. 7, the sequence's importance ratio: s_i = (\pi_\theta(y_i|x) / \pi_{old}(y_i|x))^{1/|y_i|}, which is the
+    r"""Eq. 7, the sequence's importance ratio: s_i = (\pi_\theta(y_i|x) / \pi_{old}(y_i|x))^{1/|y_i|}, that is, the
     geometric mean of its tokens' ratios.
 
-    log_probs, old_log_probs, mask (B, T) -> (B,); 1 for a response without tokens. ValueError: the shapes differ."""
+    log_probs, old_log_probs, mask (B, T) -> (B,); 1 for a response without tokens. ValueError: shapes that differ."""
     return _token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()
 
 
@@ -92,8 +97,8 @@ def clipped_objective(ratio, advantages, eps_low, eps_high):
     r"""min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), to be maximised: the one line that PPO (Eq. 1), GRPO (Eq. 2),
     GSPO (Eq. 5) and GSPO-token (Eq. 13) share.
 
-    Elementwise: ratio and advantages of one shape, or (B, 1) beside (B, T), or one advantage for all. Where the clip
-    holds, the gradient is 0. ValueError: any other shapes (a (B,) is never silently laid along T)."""
+    Elementwise: ratio and advantages of one shape, or (B, 1) beside (B, T), or one advantage for all. Where the
+    clip holds, the gradient is 0. ValueError: other shapes (a (B,) is never silently laid along T)."""
     fits = all(m == n or 1 in (m, n) for m, n in zip(ratio.shape, advantages.shape))
     _require(fits and advantages.dim() in (0, ratio.dim()), ratio=ratio, advantages=advantages)
     ratio, advantages = _float(ratio), _float(advantages)
@@ -101,49 +106,50 @@ def clipped_objective(ratio, advantages, eps_low, eps_high):
 
 
 def gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high=4e-4, denominator=None):
-    r"""Eq. 5, GSPO: the loss is -1/denominator \sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i), s_i of Eq. 7.
+    r"""Eq. 5, GSPO: -1/denominator \sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i), s_i as in Eq. 7.
 
     log_probs, old_log_probs, mask (B, T), advantages (B,) -> scalar. Its gradient is Eq. 10's with the sign turned:
-    every token of a response that the clip lets through weighs s_i A_i / |y_i|. ValueError: shapes that do not fit."""
+    every token of a response weighs s_i A_i / |y_i|, or nothing where the clip holds. ValueError: shapes that do
+    not fit."""
     _require(advantages.shape == mask.shape[:1], advantages=advantages, mask=mask)
     ratio = sequence_ratio(log_probs, old_log_probs, mask)
-    objective = clipped_objective(ratio, advantages, eps_low, eps_high).where(mask.bool().any(dim=1), 0)
-    return -objective.sum() / (len(mask) if denominator is None else denominator)
+    objective = clipped_objective(ratio, advantages, eps_low, eps_high)
+    return _loss(objective.where(mask.bool().any(dim=1), 0), denominator)
 
 
 def gspo_token_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high=4e-4, denominator=None):
-    r"""Eq. 13, GSPO-token, GSPO with an advantage for each token:
-    -1/denominator \sum_i 1/|y_i| \sum_t min(s_{i,t} A_{i,t}, clip(s_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}) and, Eq. 14,
-    s_{i,t} = sg[s_i] \pi_\theta(y_{i,t}) / sg[\pi_\theta(y_{i,t})]: worth s_i, with token t's gradient alone (sg stops gradients).
+    r"""Eq. 13, GSPO-token, GSPO with an advantage for each token: -1/denominator \sum_i 1/|y_i| \sum_t
+    min(s_{i,t} A_{i,t}, clip(s_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}) where, Eq. 14, s_{i,t} = sg[s_i]
+    \pi_\theta(y_{i,t}) / sg[\pi_\theta(y_{i,t})]: worth s_i, with the gradient of token t alone (sg stops gradients).
 
-    log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar. Its gradient is Eq. 17's with the sign
-    turned: token t weighs s_i A_{i,t} / |y_i|. Advantages that are equal within each response give gspo_loss's value
-    and gradient. ValueError: shapes that do not fit."""
+    log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar. Its gradient is Eq. 17's with the
+    sign turned: token t weighs s_i A_{i,t} / |y_i|, or nothing where the clip holds. Advantages that are equal
+    within each response give gspo_loss's value and gradient. ValueError: shapes that do not fit."""
     own = _log_ratio(log_probs, log_probs, mask)  # log(\pi / sg[\pi]): 0, with the gradient of the token itself
     ratio = sequence_ratio(log_probs, old_log_probs, mask).detach()[:, None] * own.exp()
     objective = clipped_objective(ratio, _per_token("advantages", advantages, mask), eps_low, eps_high)
-    return -_token_mean(objective, mask).sum() / (len(mask) if denominator is None else denominator)
+    return _loss(_token_mean(objective, mask), denominator)
 
 
 def grpo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.2, eps_high=0.27, denominator=None):
-    r"""Eq. 2, GRPO: -1/denominator \sum_i 1/|y_i| \sum_t min(w_{i,t} A_i, clip(w_{i,t}, 1 - eps_low, 1 + eps_high) A_i)
-    with a ratio for each token, w_{i,t} = \pi_\theta(y_{i,t}) / \pi_{old}(y_{i,t}): the mean over a response's tokens, then over
-    responses.
+    r"""Eq. 2, GRPO: -1/denominator \sum_i 1/|y_i| \sum_t min(w_{i,t} A_i, clip(w_{i,t}, 1 - eps_low, 1 + eps_high)
+    A_i), where each token has its own ratio, w_{i,t} = \pi_\theta(y_{i,t}) / \pi_{old}(y_{i,t}).
 
-    log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar. Its gradient is Eq. 12's with the sign
-    turned: token t weighs w_{i,t} A_i / |y_i|. With a critic's (B, T) advantages it is PPO's clipped objective (Eq. 1).
+    log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar: the mean over a response's tokens,
+    then over responses. Its gradient is Eq. 12's with the sign turned: token t weighs w_{i,t} A_i / |y_i|, or
+    nothing where the clip holds. With a critic's (B, T) advantages it is PPO's clipped objective (Eq. 1).
     ValueError: shapes that do not fit."""
     ratio = _log_ratio(log_probs, old_log_probs, mask).exp()
     objective = clipped_objective(ratio, _per_token("advantages", advantages, mask), eps_low, eps_high)
-    return -_token_mean(objective, mask).sum() / (len(mask) if denominator is None else denominator)
+    return _loss(_token_mean(objective, mask), denominator)
 
 
 def clip_fraction(ratio, advantages, mask, eps_low, eps_high):
     r"""The share, 0 to 1, of response tokens that the clip takes out of the gradient: r > 1 + eps_high where A > 0,
-    r < 1 - eps_low where A < 0. Beyond the range on the other side nothing is clipped: the min keeps that gradient.
+    r < 1 - eps_low where A < 0. Beyond the range on the other side the min keeps the gradient: that is not clipped.
 
-    ratio (B,) of sequences or (B, T) of tokens, advantages (B,) or (B, T), mask (B, T) -> scalar. A clipped (B,) ratio
-    takes out all tokens of its response. ValueError: shapes that do not fit."""
+    ratio (B,) of sequences or (B, T) of tokens, advantages (B,) or (B, T), mask (B, T) -> scalar. A clipped (B,)
+    ratio takes out all tokens of its response. ValueError: shapes that do not fit."""
     ratio = _per_token("ratio", ratio, mask)
     advantages = _per_token("advantages", advantages, mask)
     clipped = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
@@ -154,7 +160,7 @@ if __name__ == "__main__":  # a worked example to check with a pencil
     advantages = group_advantages(torch.tensor([0.8, 0.4, 0.6]), group_size=3)
     print("Rewards 0.8 0.4 0.6: mean 0.6, standard deviation 0.2 -> advantages", *(f"{a:+.2f}" for a in advantages))
 
-    # Three responses of four tokens, each token of probability 1/4; then the first token's doubles, and so does the response's.
+    # Three responses of four tokens, each of probability 1/4; then the first token of each becomes twice as likely.
     old_log_probs = torch.full((3, 4), 0.25).log()
     log_probs = (old_log_probs + torch.tensor([2.0, 1.0, 1.0, 1.0]).log()).requires_grad_()
     mask = torch.ones(3, 4)
@@ -165,10 +171,10 @@ if __name__ == "__main__":  # a worked example to check with a pencil
     print("advantage  token ratio  GRPO (0.2, 0.27)  GSPO (3e-4, 4e-4)")
     weight = {}
     for loss in (grpo_loss, gspo_loss):
-        gradient, = torch.autograd.grad(loss(log_probs, old_log_probs, advantages, mask, denominator=1), log_probs)
-        weight[loss] = -4 * gradient + 0
+        value = loss(log_probs, old_log_probs, advantages, mask, denominator=1)
+        weight[loss] = -4 * torch.autograd.grad(value, log_probs)[0] + 0
     for i in range(3):
         for t in range(4):
             print(f"{advantages[i]:+9.2f} {2 if t == 0 else 1:12d} "
                   f"{weight[grpo_loss][i, t]:+17.2f} {weight[gspo_loss][i, t]:+18.2f}")
-    print("\nGRPO weighs each token by its own ratio and clips one of them; GSPO weighs all alike, and clips all or none.")
+    print("\nGRPO: each token weighs its own ratio and is clipped on its own. GSPO: all weigh s, and are clipped as one.")

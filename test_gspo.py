@@ -556,3 +556,486 @@ class TestClipFraction:
         refuses("ratio (3,) with mask (2, 5)", gspo.clip_fraction, torch.zeros(3), adv, mask, 0.1, 0.1, names=(3, 5))
         refuses("ratio (2, 7) with mask (2, 5)", gspo.clip_fraction, torch.zeros(2, 7), adv, mask, 0.1, 0.1, names=(7, 5))
         refuses("advantages (5,) with mask (2, 5)", gspo.clip_fraction, adv, torch.zeros(5), mask, 0.1, 0.1, names=(2, 5))
+
+
+# ---- train_math.py: everything below is left out when a student's file is graded --------------------------------
+
+
+@pytest.fixture(scope="module")
+def tm():
+    import train_math
+    torch.set_num_threads(1)      # models this small are slower on several
+    return train_math
+
+
+@pytest.fixture(scope="module")
+def tiny(tm):
+    """(model, tokenizer): the tiny model, its weights made larger so that its distribution is far from flat."""
+    tokenizer = tm.tiny_tokenizer()
+    model = tm.tiny_model(tokenizer, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model, tokenizer
+
+
+@pytest.fixture
+def parity(tm, monkeypatch):
+    """A reward that an untrained model gets half of the time, so that there is something to update on."""
+    def reward(prompts, completions, answer):
+        return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
+    monkeypatch.setattr(tm, "correctness_reward", reward)
+
+
+FAST = ["--max_steps", "6", "--save_steps", "2", "--eval_steps", "3", "--eval_size", "4", "--prompts_per_step", "4",
+        "--group_size", "4", "--max_completion_length", "6", "--learning_rate", "1e-3"]
+
+
+def run(tm, output_dir, *flags):
+    """A few steps of the tiny run without its cold start. Returns the settings and the metrics."""
+    s = tm.parse_settings(["--tiny", "--output_dir", str(output_dir), *FAST, *flags])
+    tm.check_output(s)
+    questions, held_out = tm.load_data(s)
+    model, tokenizer = tm.load(tm.last_checkpoint(output_dir)[0] or s.model, s)
+    tm.open_output(s)
+    return s, tm.train(s, model, tokenizer, questions, held_out)
+
+
+def without_clocks(rows):
+    return [{k: v for k, v in row.items() if not re.match("seconds|tokens_per_second|peak_memory", k)} for row in rows]
+
+
+def exits(tm, capsys, *flags):
+    """The one line with which the script refuses these flags."""
+    with pytest.raises(SystemExit) as stop:
+        tm.main([*flags])
+    assert isinstance(stop.value.code, str) and stop.value.code.count("\n") == 0, f"one line, not {stop.value.code!r}"
+    return stop.value.code
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+class TestRewards:
+    __test__ = not GRADING
+
+    @pytest.mark.parametrize("text", ["####18", "#### 18", "#### $18", "#### **18**", "#### 18.", "#### 18.0", "#### 18.00.",
+                                      "#### +18", "#### 018", "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18",
+                                      "#### 17\nNo.\n#### 18", "3 * 6 = 18\n#### **$18.00**", "#### 18, I think", "#### 18eggs"])
+    def test_reads_18(self, tm, text):
+        assert tm.extract_answer(text) == "18"
+
+    @pytest.mark.parametrize("text", ["", "18", "#### 1 8", "#### ", "####", "#### x 18", "#### 18\n####", "#### 18/2", "#### 1,8",
+                                      "#### 18.5", "#### -18", "#### 118", "#### 180", "### 18", "#### 18:30", "#### 1.18.2"])
+    def test_does_not_read_18(self, tm, text):
+        assert tm.extract_answer(text) != "18"
+
+    @pytest.mark.parametrize("text, answer", [
+        ("#### $1,234.50", "1234.5"), ("#### -5", "-5"), ("#### −5", "-5"), ("#### -$5", "-5"), ("#### $-5", "-5"),
+        ("#### 1,000,000", "1000000"), ("#### .5", "0.5"), ("#### 0", "0"), ("#### -0.0", "0"), ("#### 0.10", "0.1"),
+        ("#### 100", "100"), ("#### 12345678901234567890", "12345678901234567890")])
+    def test_gives_one_canonical_number(self, tm, text, answer):
+        assert tm.extract_answer(text) == answer
+
+    @pytest.mark.parametrize("text, answer", [("3 and 4", "4"), ("it is $1,200.", "1200"), ("#### 5, not 6", "6"), ("none", None),
+                                              ("5-3=2", "2"), ("20-18", "18"), ("x = -18", "-18"), ("so 18.", "18")])
+    def test_takes_the_last_number_when_not_strict(self, tm, text, answer):
+        assert tm.extract_answer(text, strict=False) == answer
+
+    @pytest.mark.parametrize("piece", ["1", "1,", "111,", "#", "####", "#### ", "-", "$", " ", "*", ".", "1.", "1/", ",111", "−", "+$1"])
+    @pytest.mark.parametrize("frame", ["{}", "#### {}", "#### 1{}x", "{}####"])
+    def test_reads_a_megabyte_of_anything(self, tm, piece, frame):
+        """Not timed: with a quadratic pattern one of these would take hours."""
+        text = frame.format(piece * (1_000_000 // len(piece)))
+        for strict in (True, False):
+            assert tm.extract_answer(text, strict) is None or tm.extract_answer(text, strict)
+
+    def test_have_trls_signature(self, tm):
+        chat = [{"role": "assistant", "content": "So #### 42"}]
+        completions = ["#### 42", "#### 41", "42", chat, None, [], "#### 4"]
+        arguments = dict(prompts=["?"] * 7, completions=completions, answer=["6 * 7\n#### 42"] * 7, task="maths", step=3)
+        assert tm.correctness_reward(**arguments) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+        assert tm.format_reward(**arguments) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+        assert tm.correctness_reward(["?"] * 3, ["#### 42"] * 3, ["42", "x", "$42.00"]) == [1.0, 0.0, 1.0]
+
+
+class TestRollout:
+    __test__ = not GRADING
+    QUESTIONS = ["Eve buys 3 figs?", "How many boxes of 53 figs are there? Ann has 7."]
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_samples_from_the_models_own_distribution(self, tm, tiny, temperature):
+        """The first and second tokens of 10,000 responses to each of two prompts of unlike length, against exact probabilities."""
+        model, tokenizer = tiny
+        prompts, n = [tm.encode_prompt(tokenizer, q) for q in self.QUESTIONS], 10_000
+        ends = torch.tensor([tokenizer.eos_token_id])
+        torch.manual_seed(0)
+        responses, _ = tm.rollout(model, prompts, n, 2, temperature, ends)
+        words = torch.arange(len(tokenizer))
+        for k, prompt in enumerate(prompts):
+            with torch.no_grad():
+                first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
+                second = (model(torch.cat([torch.tensor([prompt]).expand(len(words), -1), words[:, None]], 1)).logits[:, -1]
+                          / temperature).softmax(-1)
+            second = (first[:, None] * second)[words != ends].sum(0)         # of the responses that go on
+            for t, exact in enumerate((first, second)):
+                drawn = torch.tensor([r[t] for r in responses[k * n:(k + 1) * n] if len(r) > t])
+                seen = torch.bincount(drawn, minlength=len(words)) / n
+                worst = ((seen - exact).abs() / (exact * (1 - exact) / n).sqrt()).max().item()
+                assert worst < 5, f"prompt {k}, token {t}: a share is {worst:.1f} standard errors from its probability"
+
+    def test_gives_the_sampler_the_same_log_probs_as_the_update(self, tm, tiny):
+        """Responses end at different times and leave the batch; cache, positions and rows must stay in step."""
+        model, tokenizer = tiny
+        prompts = [tm.encode_prompt(tokenizer, q) for q in self.QUESTIONS]
+        ends = torch.arange(1, 20)                                       # ends are frequent, so lengths differ
+        torch.manual_seed(0)
+        responses, sampled = tm.rollout(model, prompts, 16, 12, 0.7, ends)
+        lengths = [len(r) for r in responses]
+        assert len(set(lengths)) > 4 and all(r[-1] in ends or len(r) == 12 for r in responses)
+        assert all(token not in ends for r in responses for token in r[:-1])
+        batch = tm.micro_batch([p for p in prompts for _ in range(16)], responses, "cpu")
+        log_probs = tm.response_log_probs(model, batch, 0.7)
+        for i, n in enumerate(lengths):
+            assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=1e-4)
+            assert (sampled[i, n:] == 0).all()
+
+    def test_is_greedy_at_temperature_0(self, tm, tiny):
+        model, tokenizer = tiny
+        prompt = tm.encode_prompt(tokenizer, self.QUESTIONS[0])
+        responses, _ = tm.rollout(model, [prompt], 2, 5, 0.0, torch.tensor([-1]))
+        ids = list(prompt)
+        for _ in range(5):
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+        assert responses == [ids[len(prompt):]] * 2
+
+    def test_asks_through_the_chat_template_where_there_is_one(self, tm):
+        tokenizer = tm.tiny_tokenizer()
+        assert tokenizer.decode(tm.encode_prompt(tokenizer, "How many?")) == "How many?\n"
+        tokenizer.chat_template = ("{% for m in messages %}Q {{ m.content }}{% endfor %}"
+                                   "{% if add_generation_prompt %}A{% endif %}{% if enable_thinking is false %} now{% endif %}")
+        text = tokenizer.decode(tm.encode_prompt(tokenizer, "How many?"))
+        assert text.startswith("Q How many?\n") and text.endswith("A now") and "####" in text
+
+
+class TestLogProbs:
+    __test__ = not GRADING
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("chunk", [512, 3])
+    def test_equal_a_step_by_step_brute_force(self, tm, tiny, temperature, chunk):
+        """One forward for each token, without padding, against all at once with padding."""
+        model, tokenizer = tiny
+        prompts = [tm.encode_prompt(tokenizer, q) for q in ("Ann?", "Bob has 3 figs. How many?", "Eve")]
+        responses = [tokenizer("3+4=7").input_ids, [tokenizer.eos_token_id], tokenizer("12\n#### 5").input_ids]
+        batch = tm.micro_batch(prompts, responses, "cpu")
+        got = tm.response_log_probs(model, batch, temperature, chunk)
+        assert (got[~batch.mask] == 0).all()
+        for i, (prompt, response) in enumerate(zip(prompts, responses)):
+            slow = [(model(torch.tensor([prompt + response[:t]])).logits[0, -1] / temperature).log_softmax(-1)[token].item()
+                    for t, token in enumerate(response)]
+            assert torch.allclose(got[i][batch.mask[i]], torch.tensor(slow), atol=1e-5)
+
+    def test_keep_the_end_token_where_it_is_also_the_pad_token(self, tm):
+        end = pad = 0
+        batch = tm.micro_batch([[5, 6], [5]], [[7, end], [8, 9, 7, end]], "cpu")
+        assert batch.ids.tolist() == [[5, 6, 7, end, pad], [5, 8, 9, 7, end]]
+        assert batch.mask.tolist() == [[False, True, True, False], [True, True, True, True]]
+
+    def test_give_the_same_gradient_from_micro_batches_of_1_2_and_all(self, tm, tiny, tmp_path):
+        """The second group's rewards are equal: it is left out of the forward and counted in the denominator all the same."""
+        model, tokenizer = tiny
+        s = tm.parse_settings(["--tiny", "--minibatches", "1"])
+        prompts = [tm.encode_prompt(tokenizer, "Ann has 3?")] * 4 + [tm.encode_prompt(tokenizer, "Bob?")] * 4
+        responses = [tokenizer("1" * n).input_ids for n in (1, 7, 2, 5, 3, 3, 4, 6)]
+        advantages = gspo.group_advantages(torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1]), 4)
+        everything = tm.micro_batch(prompts, responses, "cpu", advantages)
+
+        def gradient(batches):
+            model.zero_grad()
+            for batch in batches:
+                log_probs = tm.response_log_probs(model, batch, 1.0)
+                tm.gspo_loss(log_probs, log_probs.detach() - 1e-4, batch.advantages, batch.mask, denominator=8).backward()
+            return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+        expected, counts = gradient([everything]), set()
+        for tokens in (1, 40, 10_000):
+            s.micro_batch_tokens = tokens
+            (batches,) = tm.build_minibatches(prompts, responses, advantages, s)
+            assert sum(len(batch.ids) for batch in batches) == 4
+            assert all(batch.ids.numel() <= tokens or len(batch.ids) == 1 for batch in batches)
+            counts.add(len(batches))
+            assert torch.allclose(gradient(batches), expected, atol=1e-6)
+        model.zero_grad(set_to_none=True)
+        assert counts == {4, 2, 1}
+
+
+class TestTraining:
+    __test__ = not GRADING
+
+    def test_starts_each_rollout_on_policy_and_writes_what_it_promises(self, tm, parity, tmp_path):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        s, rows = run(tm, tmp_path / "a")
+        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+        assert set(rows[0]) == {
+            "step", "reward", "accuracy", "format", "response_length", "loss", "grad_norm", "clip_fraction", "log_ratio_std",
+            "log_ratio_first_max", "equal_reward_groups", "entropy", "seconds", "seconds_rollout", "seconds_old_log_probs",
+            "seconds_update", "tokens_per_second", "peak_memory_mb"}
+        assert all(row["log_ratio_first_max"] == 0 for row in rows), "the first minibatch is on-policy: log s is exactly 0"
+        assert all(row["log_ratio_std"] > 0 and row["grad_norm"] > 0 for row in rows)
+        assert max(row["clip_fraction"] for row in rows) > 0
+        names = {path.name for path in (tmp_path / "a").iterdir()}
+        assert names == {"settings.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "metrics.png", "checkpoint-6"}
+        assert [row["step"] for row in tm.read(tmp_path / "a" / "eval.jsonl")] == [0, 3, 6]
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-6")
+        assert model.config.model_type == "qwen3" and len(AutoTokenizer.from_pretrained(tmp_path / "a" / "checkpoint-6")) == 75
+
+    def test_of_gspo_token_equals_gspo_and_grpo_differs(self, tm, parity, tmp_path):
+        flags = ["--eps_low", "0.01", "--eps_high", "0.01"]
+        rows = {a: run(tm, tmp_path / a, "--algorithm", a, *flags)[1] for a in ("gspo", "gspo_token", "grpo")}
+        for key in ("loss", "grad_norm", "log_ratio_std", "clip_fraction"):
+            assert rows["gspo"][0][key] == pytest.approx(rows["gspo_token"][0][key], rel=1e-3, abs=1e-6)
+            assert rows["gspo"][0][key] != pytest.approx(rows["grpo"][0][key], rel=1e-2, abs=1e-6)
+
+    def test_moves_the_weights_by_gspos_gradient(self, tm, parity, tmp_path, monkeypatch):
+        """In a single minibatch all ratios are 1: the gradient is that of -mean over responses of A times the mean log-prob."""
+        rollouts, gradients, build = [], [], tm.build_minibatches
+        monkeypatch.setattr(tm, "build_minibatches", lambda *a: rollouts.append(a) or build(*a))
+        monkeypatch.setattr(tm, "require_finite", lambda *a: gradients.append([p.grad.clone() for p in model.parameters()]))
+        s = tm.parse_settings(["--tiny", "--output_dir", str(tmp_path), *FAST, "--minibatches", "1", "--max_steps", "1",
+                               "--max_grad_norm", "1e9", "--temperature", "0.8"])
+        questions, _ = tm.load_data(s)
+        model, tokenizer = tm.load(s.model, s)
+        tm.train(s, model, tokenizer, questions, [])
+        model, _ = tm.load(s.model, s)
+        total = 0
+        prompts, responses, advantages, _ = rollouts[0]
+        for prompt, response, advantage in zip(prompts, responses, advantages):
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1] / 0.8
+            log_probs = logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
+            total = total - log_probs.mean() * advantage / len(responses)
+        total.backward()
+        assert any(p.grad.abs().max() > 1e-3 for p in model.parameters())
+        for parameter, gradient in zip(model.parameters(), gradients[0]):
+            assert torch.allclose(parameter.grad, gradient, atol=1e-5)
+
+    def test_leaves_the_weights_alone_where_all_rewards_are_equal(self, tm, tmp_path, monkeypatch):
+        monkeypatch.setattr(tm, "correctness_reward", lambda prompts, completions, answer: [0.3] * len(completions))
+        s, rows = run(tm, tmp_path / "a", "--max_steps", "2")
+        assert [row["equal_reward_groups"] for row in rows] == [1, 1] and rows[0]["log_ratio_first_max"] is None
+        model, _ = tm.load(s.model, s)
+        after, _ = tm.load(tmp_path / "a" / "checkpoint-2", s)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after.parameters()))
+
+    def test_goes_through_all_questions_before_any_comes_twice(self, tm):
+        for epoch in range(2):
+            assert sorted(tm.order(10, 0, epoch)) == list(range(10))
+        assert tm.order(10, 0, 0) != tm.order(10, 0, 1) != tm.order(10, 1, 1)
+
+    @pytest.mark.parametrize("moment", ["update", "half a line", "save", "evaluation"])
+    def test_resumed_after_a_kill_equals_a_run_never_killed(self, tm, parity, tmp_path, monkeypatch, moment):
+        class Killed(BaseException):
+            pass
+
+        def killed(*arguments):
+            raise Killed
+
+        def dies_at(call, function):
+            calls = iter(range(1, 1000))
+            return lambda *a, **k: function(*a, **k) if next(calls) < call else killed()
+
+        _, expected = run(tm, tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            if moment == "update":
+                patch.setitem(tm.LOSSES, "gspo", dies_at(15, gspo.gspo_loss))
+            elif moment == "half a line":
+                def half(output, s, row):
+                    if row["step"] == 5:
+                        with open(output / "metrics.jsonl", "a") as file:
+                            file.write('{"step": 5, "rew')
+                        killed()
+                    tm.append(output / "metrics.jsonl", row)
+                patch.setattr(tm, "report_step", half)
+            elif moment == "save":
+                patch.setattr(tm.os, "rename", dies_at(3, tm.os.rename))
+            else:
+                patch.setattr(tm, "evaluate", dies_at(2, tm.evaluate))
+            with pytest.raises(Killed):
+                run(tm, tmp_path / "killed")
+        _, rows = run(tm, tmp_path / "killed", "--resume")
+        assert without_clocks(rows) == without_clocks(expected)
+        for name in ("eval.jsonl", "samples.jsonl"):
+            assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
+        weights = [(tmp_path / name / "checkpoint-6" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+        assert weights[0] == weights[1]
+
+    def test_resumed_after_kill_9_equals_a_run_never_killed(self, tm, parity, tmp_path):
+        """A process of its own that sends itself SIGKILL in the middle of step 4."""
+        _, expected = run(tm, tmp_path / "whole")
+        script = f"""
+import os, signal, sys
+sys.path.insert(0, {str(HERE)!r})
+import test_gspo, torch, train_math
+torch.set_num_threads(1)
+train_math.correctness_reward = lambda prompts, completions, answer: [
+    float(sum(c.isdigit() for c in text) % 2) for text in completions]
+steps, loss = [], train_math.LOSSES["gspo"]
+def dies(*a, **k):
+    steps.append(1)
+    if len(steps) == 14:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss(*a, **k)
+train_math.LOSSES["gspo"] = dies
+test_gspo.run(train_math, {str(tmp_path / "killed")!r})
+"""
+        assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=300).returncode == -9
+        _, rows = run(tm, tmp_path / "killed", "--resume")
+        assert without_clocks(rows) == without_clocks(expected)
+
+    def test_saves_when_told_to_stop_and_goes_on_later(self, tm, parity, tmp_path):
+        _, expected = run(tm, tmp_path / "whole")
+        s = tm.parse_settings(["--tiny", "--output_dir", str(tmp_path / "stopped"), *FAST])
+        tm.check_output(s)
+        tm.open_output(s)
+        questions, held_out = tm.load_data(s)
+        rows = tm.train(s, *tm.load(s.model, s), questions, held_out, stop=lambda: True)
+        assert len(rows) == 1 and tm.last_checkpoint(s.output_dir)[1] == 1
+        assert without_clocks(run(tm, tmp_path / "stopped", "--resume")[1]) == without_clocks(expected)
+
+    @pytest.mark.parametrize("bad", [NAN, INF])
+    def test_stops_at_a_loss_that_is_not_finite_and_keeps_the_checkpoint(self, tm, parity, tmp_path, monkeypatch, bad):
+        calls = iter(range(1000))
+        monkeypatch.setitem(tm.LOSSES, "gspo", lambda *a, **k: gspo.gspo_loss(*a, **k) * (bad if next(calls) >= 12 else 1))
+        with pytest.raises(tm.Problem, match=r"step \d: .*not finite.*checkpoint-[24] is good"):
+            run(tm, tmp_path / "a")
+        model, _ = tm.load(tm.last_checkpoint(tmp_path / "a")[0], tm.parse_settings([]))
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+class TestCommandLine:
+    __test__ = not GRADING
+
+    @pytest.mark.parametrize("flags, word", [
+        ("--group_size 1", "--group_size"), ("--group_size x", "--group_size"), ("--group_sizes 4", "--group_sizes"),
+        ("--prompts_per_step 0", "--prompts_per_step"), ("--prompts_per_step 6 --minibatches 4", "--minibatches 4"),
+        ("--algorithm ppo", "ppo"), ("--temperature 0", "--temperature"), ("--learning_rate nan", "--learning_rate"),
+        ("--learning_rate -1", "--learning_rate"), ("--eps_low 0", "--eps_low"), ("--eps_low 1", "--eps_low"),
+        ("--eps_high inf", "--eps_high"), ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
+        ("--max_grad_norm 0", "--max_grad_norm"), ("--device tpu9", "--device"), ("--seed -1", "--seed"),
+        ("--tiny --model x", "--model"), ("--tiny --dataset x", "--dataset"), ("--format_weight -1", "--format_weight"),
+        ("--dataset nowhere.jsonl", "nowhere.jsonl"), ("--tiny maybe", "maybe"), ("stray", "stray"),
+        ("--dataset train.jsonl --eval_size 99", "--eval_size"), ("--dataset train.jsonl --eval_dataset no.jsonl", "no.jsonl")])
+    def test_refuses_what_is_wrong_in_one_line_before_a_model_loads(self, tm, capsys, tmp_path, monkeypatch, flags, word):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(tm, "load", lambda *a: pytest.fail("a model was loaded first"))
+        write_jsonl(tmp_path / "train.jsonl", [{"question": "?", "answer": "#### 1"}] * 9)
+        assert word in exits(tm, capsys, *flags.split())
+
+    @pytest.mark.parametrize("text, word", [
+        ("", "q.jsonl"), ("no json\n", "q.jsonl"), ('{"question": "?"}\n', "answer"), ('{"answer": "#### 1"}\n', "question"),
+        ('{"question": "?", "answer": 1}\n', "answer"), ("[1]\n", "question"),
+        ('{"question": "?", "answer": "#### 1"}\n{"question": "?", "answer": "one"}\n', "row 2")])
+    def test_refuses_a_bad_dataset_in_one_line(self, tm, capsys, tmp_path, monkeypatch, text, word):
+        monkeypatch.setattr(tm, "load", lambda *a: pytest.fail("a model was loaded first"))
+        (tmp_path / "q.jsonl").write_text(text)
+        line = exits(tm, capsys, "--dataset", str(tmp_path / "q.jsonl"), "--eval_size", "0", "--output_dir", str(tmp_path / "o"))
+        assert word in line and "q.jsonl" in line
+
+    def test_refuses_a_folder_that_holds_no_model(self, tm, capsys, tmp_path):
+        data = write_jsonl(tmp_path / "q.jsonl", [{"question": "?", "answer": "#### 1"}] * 9)
+        (tmp_path / "empty").mkdir()
+        flags = ["--dataset", data, "--eval_size", "1", "--output_dir", str(tmp_path / "o")]
+        assert "empty" in exits(tm, capsys, "--model", str(tmp_path / "empty"), *flags)
+        assert "nowhere" in exits(tm, capsys, "--model", str(tmp_path / "nowhere"), *flags)
+
+    def test_refuses_prompts_that_do_not_fit_the_model(self, tm, capsys, tmp_path):
+        assert "--max_completion_length 500" in exits(tm, capsys, "--tiny", "--max_completion_length", "500", "--output_dir",
+                                                      str(tmp_path / "a"))
+        assert not any((tmp_path / "a").iterdir()), "a run that did not start leaves nothing behind"
+
+    def test_overwrites_nothing(self, tm, capsys, tmp_path, parity):
+        s, rows = run(tm, tmp_path / "a")
+        before = {path: path.read_bytes() for path in (tmp_path / "a").glob("*.*")}
+        flags = ["--tiny", "--output_dir", str(tmp_path / "a"), *FAST]
+        assert "--resume" in exits(tm, capsys, *flags)
+        assert "--seed 0, not 1" in exits(tm, capsys, *flags, "--seed", "1", "--resume")
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "thesis.txt").write_text("mine")
+        assert "other" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other"))
+        assert "resume" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other"), "--resume")
+        assert "thesis.txt" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other" / "thesis.txt"))
+        assert {path: path.read_bytes() for path in (tmp_path / "a").glob("*.*")} == before
+
+    def test_gives_each_algorithm_its_own_clip_range(self, tm):
+        ranges = {(tiny, a): (s.eps_low, s.eps_high) for tiny in (False, True) for a in tm.LOSSES
+                  for s in [tm.parse_settings(["--algorithm", a] + ["--tiny"] * tiny)]}
+        assert ranges[False, "gspo"] == ranges[False, "gspo_token"] == (3e-4, 4e-4)
+        assert ranges[False, "grpo"] == ranges[True, "grpo"] == (0.2, 0.27)
+        assert ranges[True, "gspo"] == ranges[True, "gspo_token"] == (0.03, 0.04)
+        assert tm.parse_settings(["--eps_low", "0.1"]).eps_low == 0.1
+
+    def test_names_the_flags_that_help_when_memory_runs_out(self, tm, capsys, tmp_path, monkeypatch):
+        def full(*arguments):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        monkeypatch.setattr(tm, "rollout", full)
+        monkeypatch.setattr(tm, "cold_start", lambda *a: None)
+        line = exits(tm, capsys, "--tiny", *FAST, "--output_dir", str(tmp_path / "a"))
+        assert "memory" in line and "--micro_batch_tokens" in line and "--group_size" in line
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+    def test_saves_on_ctrl_c(self, tm, parity, tmp_path, monkeypatch, capsys):
+        """SIGINT in the middle of step 3 of 6: the step is finished, saved, and the run can go on."""
+        import signal
+        monkeypatch.setattr(tm, "cold_start", lambda *a: None)
+        report = tm.report_step
+        monkeypatch.setattr(tm, "report_step", lambda output, s, row: (
+            report(output, s, row), os.kill(os.getpid(), signal.SIGINT) if row["step"] == 3 else None))
+        try:
+            tm.main(["--tiny", *FAST, "--output_dir", str(tmp_path / "a")])
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert tm.last_checkpoint(tmp_path / "a")[1] == 3 and "--resume" in capsys.readouterr().out
+
+    def test_does_not_start_rl_without_the_skill(self, tm, capsys, tmp_path):
+        line = exits(tm, capsys, "--tiny", "--cold_start_steps", "2", "--output_dir", str(tmp_path / "a"))
+        assert "skill" in line and "--cold_start_steps 2" in line
+
+    def test_runs_the_real_job_on_a_local_model_and_dataset(self, tm, tmp_path, capsys):
+        """A folder, a .jsonl, a chat template, a pad token that is the end token, a cold start: all but the hub and the GPU."""
+        tokenizer = tm.tiny_tokenizer()
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        tm.tiny_model(tokenizer, seed=0).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        data = write_jsonl(tmp_path / "train.jsonl", tm.tiny_questions(0)[:40])
+        tm.main(["--model", str(tmp_path / "model"), "--dataset", data, "--output_dir", str(tmp_path / "out"), "--device", "cpu",
+                 "--cold_start_steps", "3", *FAST, "--max_steps", "2"])
+        out = capsys.readouterr().out
+        assert "step 2/2" in out and "after step 2" in out and "held-out" in out
+        assert len(tm.read(tmp_path / "out" / "metrics.jsonl")) == 2 and (tmp_path / "out" / "checkpoint-2").is_dir()
+
+    def test_writes_an_assignment_that_keeps_the_docstrings_and_fails(self, tmp_path):
+        text = subprocess.run([sys.executable, str(HERE / "test_gspo.py")], capture_output=True, text=True, check=True).stdout
+        functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+        for node in ast.parse((HERE / "gspo.py").read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef):
+                stub = functions[node.name]
+                assert ast.get_docstring(stub) == ast.get_docstring(node) and len(stub.body) == 2
+                assert ast.unparse(stub.args) == ast.unparse(node.args)
+                assert ast.unparse(stub.body[1]) == "raise NotImplementedError"
+
+
+class TestReadme:
+    __test__ = not GRADING
+
+    def test_blocks_print_what_they_say(self, tmp_path):
+        """Each ```python block runs beside gspo.py and prints the ```text block that follows it, if one does."""
+        readme = (HERE / "README.md").read_text(encoding="utf-8")
+        blocks = re.findall(r"```python\n(.*?)```\n(?:\s*```text\n(.*?)```)?", readme, re.DOTALL)
+        assert blocks
+        for code, output in blocks:
+            done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+            assert done.returncode == 0, f"{code}\n{done.stderr}"
+            assert done.stdout.strip() == output.strip(), code
