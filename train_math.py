@@ -3,10 +3,9 @@
     python train_math.py --tiny     no network, no GPU, about a minute: a 100,000-parameter Qwen3 made here and now
     python train_math.py            the real job: Qwen2.5-0.5B-Instruct on GSM8K, one CUDA GPU
 
-It reads in the order in which things happen: settings, task and rewards, model, rollout, log-probs, cold start and
-update, evaluation, report, the loop. The maths is gspo.py's. What it does NOT do: several GPUs, LoRA, a KL penalty, an
-inference server, gradient checkpointing of the layers.
-"""
+It reads in the order in which things happen: settings, task and rewards, model, rollout, log-probs, cold
+start and update, evaluation, report, the loop. The maths is gspo.py's. What it does NOT do: several GPUs,
+LoRA, a KL penalty, an inference server, gradient checkpointing of the layers. """
 import functools
 import inspect
 import json
@@ -78,7 +77,7 @@ class Settings:
     resume: bool = knob(False, "go on from output_dir's last checkpoint")
 
 
-TINY = dict(prompts_per_step=16, max_completion_length=40, format_weight=0.0, learning_rate=2e-4, max_steps=15,
+TINY = dict(prompts_per_step=16, max_completion_length=40, format_weight=0.0, learning_rate=8e-5, max_steps=15,
             eval_steps=15, eval_size=256, save_steps=5, cold_start_steps=460)
 AT_LEAST = dict(group_size=2, prompts_per_step=1, minibatches=1, epochs=1, micro_batch_tokens=1, max_steps=1,
                 max_completion_length=1, eval_steps=1, save_steps=1, seed=0, eval_size=0, cold_start_steps=0,
@@ -133,8 +132,9 @@ NUMBER_ANYWHERE = re.compile(r"((?<![0-9])[+−-]|)\$?" + NUMBER)
 def extract_answer(text, strict=True):
     """The answer that a text gives, as a canonical number such as '-1234.5', or None.
 
-    strict: the number right after the last '####'; otherwise the last number of the text. Commas, $, %, **, a trailing
-    point, a leading + or zeros, the unicode minus, and 18.0 for 18 make no difference. Linear in the text's length."""
+    strict: the number right after the last '####'; otherwise the last number of the text. Commas, $, %, **, a
+    trailing point, a leading + or zeros, the unicode minus, and 18.0 for 18 make no difference. Linear in the
+    text's length."""
     found = None
     if not strict:
         for found in NUMBER_ANYWHERE.finditer(text):
@@ -156,7 +156,7 @@ def completion_text(completion):
 
 
 def correctness_reward(prompts, completions, answer, **kwargs):
-    """1.0 for each completion that gives (strict) the gold answer, else 0.0: list[float]. A TRL reward function.
+    """1.0 for a completion that gives (strict) the gold answer, else 0.0: list[float]. A TRL reward function.
 
     answer: the gold texts, '... #### 42' or '42', one for each completion."""
     golds = [extract_answer(str(a)) or extract_answer(str(a), strict=False) for a in answer]
@@ -165,23 +165,31 @@ def correctness_reward(prompts, completions, answer, **kwargs):
 
 
 def format_reward(prompts, completions, **kwargs):
-    """1.0 for each completion that gives (strict) any answer, else 0.0: list[float]. A TRL reward function."""
+    """1.0 for a completion that gives (strict) any answer, else 0.0: list[float]. A TRL reward function."""
     return [float(extract_answer(completion_text(c)) is not None) for c in completions]
+
+
+def parse_row(line):
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def load_questions(name, split):
     """A .jsonl file, or a split of a hub dataset, as a list of {"question", "answer"}."""
     try:
         if name.endswith(".jsonl") or os.path.exists(name):
-            rows = [json.loads(line) for line in Path(name).read_text(encoding="utf-8").rstrip("\n").split("\n")]
+            rows = list(map(parse_row, Path(name).read_text(encoding="utf-8").rstrip("\n").split("\n")))
         else:
             from datasets import load_dataset
             rows = list(load_dataset(name, "main" if name == "openai/gsm8k" else None, split=split))
-    except Exception as error:  # no such file, not JSON, no network, no such split: libraries raise what they like
-        raise Problem(f"dataset {name}: neither a .jsonl file nor a hub dataset that loads: {one_line(error)}") from None
+    except Exception as error:  # no such file, no network, no such split: libraries raise what they like
+        raise Problem(f"dataset {name} is neither a .jsonl file nor a hub dataset that loads: "
+                      f"{one_line(error)}") from None
     for i, row in enumerate(rows, 1):
         if not all(isinstance(row, dict) and isinstance(row.get(c), str) for c in ("question", "answer")):
-            raise Problem(f"dataset {name}, row {i}: must have the columns question and answer, both text")
+            raise Problem(f"dataset {name}, row {i}: must be JSON with a question and an answer, both text")
         if extract_answer(row["answer"]) is None:
             raise Problem(f"dataset {name}, row {i}: the answer must end in '#### number'")
     return rows
@@ -216,7 +224,8 @@ def tiny_questions(seed):
 
 
 def sloppy(row, rng):
-    """The same question answered by a teacher who mostly guesses at once, and then is right one time in ten."""
+    """The same question answered by a teacher who mostly guesses at once, and then is right one time in
+    ten."""
     if rng.random() < 0.25:
         return row
     error = 0 if rng.random() < 0.1 else rng.choice((-20, -10, -1, 1, 10, 20, 100))
@@ -265,7 +274,8 @@ def tiny_model(tokenizer, seed):
 
 
 def encode_prompt(tokenizer, question):
-    """A question's token ids: through the chat template where there is one (Qwen3: without thinking), else plain."""
+    """A question's token ids: through the chat template where there is one (Qwen3: without thinking), else
+    plain."""
     if not tokenizer.chat_template:
         return tokenizer(f"{question}\n").input_ids
     chat = [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
@@ -274,7 +284,8 @@ def encode_prompt(tokenizer, question):
 
 
 def check_model(model, tokenizer, questions, s):
-    """Problem if prompt and response may not fit, or if the logits are more than a head on the last hidden state."""
+    """Problem if prompt and response may not fit, or if the logits are more than a head on the last hidden
+    state."""
     prompts = [encode_prompt(tokenizer, row["question"]) for row in questions]
     longest, room = max(map(len, prompts)), getattr(model.config, "max_position_embeddings", math.inf)
     if longest + s.max_completion_length > room:
@@ -299,12 +310,14 @@ def end_tokens(model, tokenizer):
 
 @torch.no_grad()
 def rollout(model, prompts, group_size, max_length, temperature, ends):
-    """Sample `group_size` responses to each prompt from the model's own distribution at `temperature` (0: greedy).
+    """Sample `group_size` responses to each prompt from the model's own distribution at `temperature` (0:
+    greedy).
 
-    prompts: lists of token ids; ends: ids that end a response (n,). Returns the B responses, group by group, as lists
-    of token ids with the end token, and the sampler's log-probs (B, max_length), 0 after the end. One prefill a prompt,
-    whose cache is then repeated; finished responses leave the batch. (`generate` would sample with the checkpoint's own
-    top_k and top_p, and the ratio would compare two policies of which neither wrote the text.)"""
+    prompts: lists of token ids; ends: ids that end a response (n,). Returns the B responses, group by group,
+    as lists of token ids with the end token, and the sampler's log-probs (B, max_length), 0 after the end.
+    One prefill a prompt, whose cache is then repeated; finished responses leave the batch. (`generate` would
+    sample with the checkpoint's own top_k and top_p, and the ratio would compare two policies of which
+    neither wrote the text.)"""
     width = max(map(len, prompts))  # padded on the left, so that all responses start in one column
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -337,7 +350,8 @@ def rollout(model, prompts, group_size, max_length, temperature, ends):
 
 @dataclass
 class MicroBatch:
-    """What goes through the model at once: prompts + responses, right-padded (a causal forward needs no mask then)."""
+    """What goes through the model at once: prompts + responses, right-padded (a causal forward needs no mask
+    then)."""
     ids: torch.Tensor                          # (b, L)
     mask: torch.Tensor                         # (b, L - 1), true where ids[:, 1:] is a response token
     advantages: torch.Tensor | None = None     # (b,)
@@ -345,8 +359,8 @@ class MicroBatch:
 
 
 def micro_batch(prompts, responses, device, advantages=None):
-    """Lists of token ids as a MicroBatch. The mask comes from lengths, not from pad ids: where a tokenizer pads with the
-    end token, a mask made from ids would take the end token out of the loss."""
+    """Lists of token ids as a MicroBatch. The mask comes from lengths, not from pad ids: where a tokenizer
+    pads with the end token, a mask made from ids would take the end token out of the loss."""
     length = max(len(p) + len(r) for p, r in zip(prompts, responses))
     ids = torch.zeros(len(prompts), length, dtype=torch.long)
     mask = torch.zeros(len(prompts), length - 1, dtype=torch.bool)
@@ -357,11 +371,12 @@ def micro_batch(prompts, responses, device, advantages=None):
 
 
 def build_minibatches(prompts, responses, advantages, s):
-    """The rollout as `minibatches` lists of micro-batches, of like lengths and at most micro_batch_tokens (or one row).
+    """The rollout as `minibatches` lists of micro-batches, of like lengths and at most micro_batch_tokens (or
+    one row).
 
-    Built once, so that the old and the new forward see a response with the same padding and neighbours: in low precision
-    other padding alone moves log s out of GSPO's clip range. Responses of advantage 0 have no gradient: they are left
-    out here, and still count in the denominator."""
+    Built once, so that the old and the new forward see a response with the same padding and neighbours: in
+    low precision other padding alone moves log s out of GSPO's clip range. Responses of advantage 0 have no
+    gradient: they are left out here, and still count in the denominator."""
     minibatches = []
     for rows in torch.arange(len(responses)).chunk(s.minibatches):
         parts, lengths = [], {i: len(prompts[i]) + len(responses[i]) for i in rows.tolist() if advantages[i] != 0}
@@ -377,8 +392,8 @@ def build_minibatches(prompts, responses, advantages, s):
 def response_log_probs(model, batch, temperature, chunk=512):
     """log-probs (b, L - 1) of the response tokens, 0 elsewhere.
 
-    Only response positions go through the head, `chunk` at a time and again in the backward pass: with a vocabulary of
-    151,936 the logits of all positions at once would be the peak of memory."""
+    Only response positions go through the head, `chunk` at a time and again in the backward pass: with a
+    vocabulary of 151,936 the logits of all positions at once would be the peak of memory."""
     hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1][batch.mask]
     tokens = batch.ids[:, 1:][batch.mask]
     head = model.get_output_embeddings()
@@ -395,7 +410,7 @@ def response_log_probs(model, batch, temperature, chunk=512):
 
 
 def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name):
-    """`steps` supervised batches on the answers (calculator marks <<...>> removed) of the rows that draw_row() gives."""
+    """`steps` supervised batches on answers of rows that draw_row() gives, without calculator marks <<...>>."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0, fused=True)
     bar = tqdm(range(steps), desc=name, leave=False)
     for step in bar:
@@ -416,7 +431,7 @@ def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name
 def cold_start(model, tokenizer, questions, s):
     """RL strengthens what a model does at times; what it never does must be shown to it first.
 
-    A real model sees cold_start_steps batches of the dataset's solutions. So does the tiny one, until it has the skill;
+    A real model sees cold_start_steps batches of the dataset's solutions. So does the tiny one, for the skill;
     then it is given a bad habit, to guess at once, and RL's part is to find the careful way again."""
     rng = random.Random(s.seed)
     if not s.tiny:
@@ -435,7 +450,7 @@ def cold_start(model, tokenizer, questions, s):
 
 
 def observe(batch, log_probs, loss, s):
-    """A micro-batch's loss, log s_i of each response, number of tokens, and how many of them the clip took out."""
+    """A micro-batch's loss, each response's log s, the number of tokens, and how many the clip took out."""
     with torch.no_grad():
         ratio, tokens = sequence_ratio(log_probs, batch.old_log_probs, batch.mask), batch.mask.sum().item()
         log_ratios = ratio.log().tolist()
@@ -448,20 +463,20 @@ def observe(batch, log_probs, loss, s):
 def require_finite(step, observed, grad_norm, output):
     """Problem if a loss or the gradient is not finite, before the weights take it."""
     if not math.isfinite(grad_norm + sum(o["loss"] for o in observed)):
-        raise Problem(f"step {step}: a loss or the gradient is not finite, so the weights did not take it. "
-                      f"{last_checkpoint(output)[0]} is good; try a lower --learning_rate")
+        raise Problem(f"step {step}: a loss or the gradient is not finite: stopped before the weights took it. "
+                      f"{last_checkpoint(output)[0]} is good: a new run may start from it, as --model, with a "
+                      "lower --learning_rate")
 
 
-def summarise_rollout(rewards, correct, formatted, advantages, responses, sampled_log_probs, group_size):
-    """A step's metrics from its rollout. The entropy is estimated from the samples: the mean of -log-prob, in nats a token."""
-    tokens, dead = sum(map(len, responses)), (advantages.view(-1, group_size) == 0).all(dim=1)
-    return {"reward": rewards.mean().item(), "accuracy": correct.mean().item(), "format": formatted.mean().item(),
-            "response_length": tokens / len(responses), "equal_reward_groups": dead.float().mean().item(),
-            "entropy": -sampled_log_probs.sum().item() / tokens}
+def summarise_rollout(responses, sampled_log_probs, advantages, s):
+    """Metrics of a rollout. The entropy, in nats a token, is estimated as the samples' mean of -log-prob."""
+    tokens, dead = sum(map(len, responses)), (advantages.view(-1, s.group_size) == 0).all(dim=1)
+    return {"response_length": tokens / len(responses), "entropy": -sampled_log_probs.sum().item() / tokens,
+            "equal_reward_groups": dead.float().mean().item()}
 
 
 def summarise_updates(observed, grad_norms):
-    """A step's metrics from its updates: for each minibatch, a list of what was observed of its micro-batches."""
+    """Metrics of a step's updates, from what was observed: for each minibatch, a list over its micro-batches."""
     micro = [o for minibatch in observed for o in minibatch]
     log_ratios = [[x for o in minibatch for x in o["log_ratios"]] for minibatch in observed]
     later = torch.tensor([x for minibatch in log_ratios[1:] for x in minibatch])
@@ -482,12 +497,12 @@ def wilson(right, n, z=1.96):
 
 
 def evaluate(model, tokenizer, questions, s, temperature=0.0):
-    """One answer to each question, greedy unless a temperature is given. Returns the scores (shares with '#### number',
-    and right, strict and flexible, with 95% intervals) and the answers."""
-    responses, size = [], s.prompts_per_step * s.group_size
+    """One answer to each question, greedy unless a temperature is given. Returns the scores (shares with
+    '#### number', and right, strict and flexible, with 95% intervals) and the answers."""
+    responses, size, ends = [], s.prompts_per_step * s.group_size, end_tokens(model, tokenizer)
     for i in tqdm(range(0, len(questions), size), desc="evaluation", leave=False):
         prompts = [encode_prompt(tokenizer, row["question"]) for row in questions[i:i + size]]
-        responses += rollout(model, prompts, 1, s.max_completion_length, temperature, end_tokens(model, tokenizer))[0]
+        responses += rollout(model, prompts, 1, s.max_completion_length, temperature, ends)[0]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     golds = [extract_answer(row["answer"]) for row in questions]
     scores = {"questions": len(questions), "format": sum(format_reward(None, texts)) / len(questions)}
@@ -504,25 +519,27 @@ def evaluate(model, tokenizer, questions, s, temperature=0.0):
 class Clock:
     """The seconds of a step by phase; the progress bar shows the phase that is on."""
 
-    def __init__(self, bar):
-        self.bar, self.seconds, self.phase = bar, {}, None
+    def __init__(self, bar, device):
+        self.bar, self.on_gpu, self.seconds, self.phase = bar, device.startswith("cuda"), {}, None
 
     def start(self, phase):
-        if torch.cuda.is_available():
+        if self.on_gpu:
             torch.cuda.synchronize()  # the GPU may still be at work on what the phase before gave it
         if self.phase:
             self.seconds[f"seconds_{self.phase}"] = time.perf_counter() - self.began
         self.phase, self.began = phase, time.perf_counter()
         self.bar.set_postfix_str(phase)
 
+    def metrics(self, tokens):
+        total = sum(self.seconds.values())
+        return {"seconds": total, **self.seconds, "tokens_per_second": tokens / total,
+                "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20 if self.on_gpu else process_peak_mb()}
 
-def peak_memory_mb():
-    """Of the GPU since the start where there is one, else of the process; None on Windows."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
+
+def process_peak_mb():
     try:
         import resource
-    except ImportError:
+    except ImportError:  # on Windows
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
@@ -550,7 +567,7 @@ def report_step(output, s, row):
 
 
 def report_evaluation(output, step, model, tokenizer, held_out, s):
-    """An evaluation into eval.jsonl, its first answers into samples.jsonl, and both in short on the screen."""
+    """An evaluation into eval.jsonl, its first answers into samples.jsonl, both in short on the screen."""
     if not held_out:
         return
     scores, samples = evaluate(model, tokenizer, held_out, s)
@@ -600,8 +617,8 @@ def last_checkpoint(output):
 
 
 def save(output, step, model, tokenizer, optimizer):
-    """checkpoint-STEP, which `from_pretrained` loads: written aside, renamed when whole, and only then the older ones go.
-    It needs no random states and no data position: both follow from the seed and the step."""
+    """checkpoint-STEP, which `from_pretrained` loads: written aside, renamed when whole, and only then the
+    older ones go. It needs no random states and no data position: both follow from the seed and the step."""
     aside = output / "checkpoint.partial"
     shutil.rmtree(aside, ignore_errors=True)
     transformers_logging.disable_progress_bar()
@@ -653,11 +670,17 @@ def order(n, seed, epoch):
     return random.Random(f"{seed} {epoch}").sample(range(n), n)
 
 
-def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
-    """GSPO: max_steps times a rollout and its updates, going on from s.output_dir's checkpoint if there is one.
+def pick(n, step, s):
+    """The step's questions, as indices into n: each pass goes through all of them once."""
+    draws = range((step - 1) * s.prompts_per_step, step * s.prompts_per_step)
+    return [order(n, s.seed, i // n)[i % n] for i in draws]
 
-    questions, held_out: lists of {"question", "answer"}. stop(): true to save and leave after the present step.
-    Returns the metrics."""
+
+def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
+    """GSPO: max_steps rollouts and their updates, from s.output_dir's checkpoint on if there is one.
+
+    questions, held_out: lists of {"question", "answer"}. stop(): true to save and leave after the step that is
+    on. Returns the metrics."""
     output, loss_function, ends = Path(s.output_dir), LOSSES[s.algorithm], end_tokens(model, tokenizer)
     prompts = [encode_prompt(tokenizer, row["question"]) for row in questions]
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
@@ -671,11 +694,10 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
 
     bar = tqdm(range(first + 1, s.max_steps + 1), desc=s.algorithm, initial=first, total=s.max_steps)
     for step in bar:
-        clock = Clock(bar)
+        clock = Clock(bar, s.device)
         clock.start("rollout")
-        torch.manual_seed(s.seed * 1_000_003 + step)  # all chance follows from (seed, step), so resuming is exact
-        draws = range((step - 1) * s.prompts_per_step, step * s.prompts_per_step)
-        picked = [order(len(prompts), s.seed, i // len(prompts))[i % len(prompts)] for i in draws]
+        torch.manual_seed(s.seed * 1_000_003 + step)  # chance follows from (seed, step): resuming is exact
+        picked = pick(len(prompts), step, s)
         responses, sampled_log_probs = rollout(model, [prompts[i] for i in picked], s.group_size,
                                                s.max_completion_length, s.temperature, ends)
         picked = [i for i in picked for _ in range(s.group_size)]  # the prompt of each response
@@ -686,16 +708,17 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
         rewards = correct + s.format_weight * formatted
         advantages = group_advantages(rewards, s.group_size)
 
-        # The old log-probs come from the very forward of the update, on the same micro-batches, not from the sampler.
+        # The old log-probs come from the very forward of the update, on its micro-batches; not from the sampler.
         clock.start("old_log_probs")
         minibatches = build_minibatches([prompts[i] for i in picked], responses, advantages, s)
         with torch.no_grad():
             for batch in sum(minibatches, []):
                 batch.old_log_probs = response_log_probs(model, batch, s.temperature)
 
-        # ONE ROLLOUT, SEVERAL OPTIMIZER STEPS. In the first minibatch the policy is the one that sampled: every ratio is
-        # exactly 1 and no clip can act. Only the later minibatches and epochs meet a policy that has moved. With
-        # minibatches = epochs = 1 the ratio is always 1, and GSPO is REINFORCE with a group baseline.
+        # ONE ROLLOUT, SEVERAL OPTIMIZER STEPS. In the first minibatch the policy is the one that sampled:
+        # every ratio is exactly 1 and no clip can act. Only the later minibatches and epochs meet a policy
+        # that has moved. With minibatches = epochs = 1 the ratio is always 1, and GSPO is REINFORCE with a
+        # group baseline.
         clock.start("update")
         optimizer.param_groups[0]["lr"] = s.learning_rate * (1 - 0.9 * (step - 1) / s.max_steps)
         observed, grad_norms = [], []
@@ -713,12 +736,10 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
             optimizer.zero_grad()
 
         clock.start("report")
-        tokens, seconds = sum(map(len, responses)), sum(clock.seconds.values())
         report_step(output, s, {
-            "step": step, **summarise_rollout(rewards, correct, formatted, advantages, responses, sampled_log_probs,
-                                              s.group_size), **summarise_updates(observed, grad_norms),
-            "seconds": seconds, **clock.seconds, "tokens_per_second": tokens / seconds,
-            "peak_memory_mb": peak_memory_mb()})
+            "step": step, "reward": rewards.mean().item(), "accuracy": correct.mean().item(),
+            "format": formatted.mean().item(), **summarise_rollout(responses, sampled_log_probs, advantages, s),
+            **summarise_updates(observed, grad_norms), **clock.metrics(sum(map(len, responses)))})
         last = step == s.max_steps or stop()
         if step % s.eval_steps == 0 or step == s.max_steps:
             report_evaluation(output, step, model, tokenizer, held_out, s)
@@ -733,7 +754,7 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
 def main(argv=None):
     s = parse_settings(argv)
     if s.tiny:
-        torch.set_num_threads(1)  # on matrices this small several threads wait for each other, most of all on a busy machine
+        torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     if s.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # TF32 matmuls: float32's range at several times its speed
     interrupted = []
@@ -759,10 +780,10 @@ def main(argv=None):
     except KeyboardInterrupt:
         sys.exit(f"\nstopped; --resume goes on from {last_checkpoint(s.output_dir)[0] or 'the beginning'}")
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+        if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        sys.exit("train_math.py: out of memory: for the update lower --micro_batch_tokens (the result stays the same), "
-                 "for the rollout --group_size, --prompts_per_step or --max_completion_length")
+        sys.exit("train_math.py: out of memory: for the update lower --micro_batch_tokens (the result stays the "
+                 "same), for the rollout --group_size, --prompts_per_step or --max_completion_length")
     print(f"{'interrupted, --resume goes on' if interrupted else 'done'}: {s.output_dir}/metrics.png shows the run, "
           f"{last_checkpoint(s.output_dir)[0]} is the model")
 

@@ -1,10 +1,11 @@
-"""Is the first minibatch on-policy to the last bit? log_ratio_first_max of a few steps on any model, which should be 0.
+"""Is the first minibatch on-policy to the last bit? log_ratio_first_max of a few steps on any model, which
+should be 0.
 
     python experiments/first_minibatch.py --model FOLDER_OR_HUB_ID [...] --gsm8k FOLDER      FOLDER holds train.jsonl
 
-The reward is whether a response has an odd number of letters e: every model gets it half of the time, so that even random weights have
-groups to learn from. Writes experiments/results/first_minibatch.jsonl, a line a step, after what is there.
-"""
+The reward is whether a response has an odd number of letters e: every model gets it half of the time, so that
+even random weights have groups to learn from. Writes experiments/results/first_minibatch.jsonl, a line a
+step, after what is there. """
 import argparse
 import sys
 import tempfile

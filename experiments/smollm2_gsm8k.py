@@ -1,10 +1,11 @@
-"""Real pre-trained weights on the real GSM8K, on a CPU: SmolLM2-135M learns to end its answers with '#### number'.
+"""Real pre-trained weights on the real GSM8K, on a CPU: SmolLM2-135M learns to end its answers with '####
+number'.
 
     python experiments/smollm2_gsm8k.py --gsm8k FOLDER [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--output_dir ...] [--resume]
 
-FOLDER holds GSM8K's train.jsonl and test.jsonl. Questions of one or two steps and fewer than 220 characters are kept. A model of this
-size knows next to no arithmetic, so what is left to learn is the format, and --format_weight pays for it. About 40 s a step on two cores.
-"""
+FOLDER holds GSM8K's train.jsonl and test.jsonl. Questions of one or two steps and fewer than 220 characters
+are kept. A model of this size knows next to no arithmetic, so what is left to learn is the format, and
+--format_weight pays for it. About 40 s a step on two cores. """
 import argparse
 import json
 import sys

@@ -1,4 +1,5 @@
-"""`train_math.py --tiny` on three seeds with GSPO and with GRPO, in one picture: rewards, and clip fractions beside them.
+"""`train_math.py --tiny` on three seeds with GSPO and with GRPO, in one picture: rewards, and clip fractions
+beside them.
 
     python experiments/tiny_seeds.py        about four minutes on a CPU; a run that was cut off goes on when started again
 
