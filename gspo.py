@@ -52,7 +52,7 @@ def _token_mean(x, mask):
 
 
 def _loss(objective, denominator):
-    """Minus the sum of the responses' objectives (B,) over the denominator, or over B: gradient descent maximises."""
+    """Minus the sum of the responses' objectives (B,), for descent to maximise them, over the denominator or B."""
     return -objective.sum() / (len(objective) if denominator is None else denominator)
 
 
@@ -89,13 +89,14 @@ def sequence_ratio(log_probs, old_log_probs, mask):
     r"""Eq. 7, the sequence's importance ratio: s_i = (\pi_\theta(y_i|x) / \pi_{old}(y_i|x))^{1/|y_i|}, that is, the
     geometric mean of its tokens' ratios.
 
-    log_probs, old_log_probs, mask (B, T) -> (B,); 1 for a response without tokens. ValueError: shapes that differ."""
+    log_probs, old_log_probs, mask (B,
+                                    T) -> (B,); 1 for a response without tokens. ValueError: shapes that differ."""
     return _token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()
 
 
 def clipped_objective(ratio, advantages, eps_low, eps_high):
-    r"""min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), to be maximised: the one line that PPO (Eq. 1), GRPO (Eq. 2),
-    GSPO (Eq. 5) and GSPO-token (Eq. 13) share.
+    r"""min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), to be maximised: the one line that PPO (Eq. 1), GRPO
+    (Eq. 2), GSPO (Eq. 5) and GSPO-token (Eq. 13) share.
 
     Elementwise: ratio and advantages of one shape, or (B, 1) beside (B, T), or one advantage for all. Where the
     clip holds, the gradient is 0. ValueError: other shapes (a (B,) is never silently laid along T)."""
@@ -120,7 +121,7 @@ def gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high
 def gspo_token_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high=4e-4, denominator=None):
     r"""Eq. 13, GSPO-token, GSPO with an advantage for each token: -1/denominator \sum_i 1/|y_i| \sum_t
     min(s_{i,t} A_{i,t}, clip(s_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}) where, Eq. 14, s_{i,t} = sg[s_i]
-    \pi_\theta(y_{i,t}) / sg[\pi_\theta(y_{i,t})]: worth s_i, with the gradient of token t alone (sg stops gradients).
+    \pi_\theta(y_{i,t}) / sg[\pi_\theta(y_{i,t})]: worth s_i, with token t's gradient alone (sg stops gradients).
 
     log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar. Its gradient is Eq. 17's with the
     sign turned: token t weighs s_i A_{i,t} / |y_i|, or nothing where the clip holds. Advantages that are equal
@@ -177,4 +178,4 @@ if __name__ == "__main__":  # a worked example to check with a pencil
         for t in range(4):
             print(f"{advantages[i]:+9.2f} {2 if t == 0 else 1:12d} "
                   f"{weight[grpo_loss][i, t]:+17.2f} {weight[gspo_loss][i, t]:+18.2f}")
-    print("\nGRPO: each token weighs its own ratio and is clipped on its own. GSPO: all weigh s, and are clipped as one.")
+    print("\nGRPO: each token weighs its own ratio and is clipped alone. GSPO: all weigh s and are clipped as one.")

@@ -6,7 +6,8 @@ r"""The specification of gspo.py and train_math.py, and the grader of a student'
 
 The tests stand in the order of gspo.py's functions, the easy ones first, so `-x` makes them a tutorial. The
 first line of a failure says what to look at, then come the numbers. They test behaviour, in float32's
-accuracy: any correct implementation passes. """
+accuracy: any correct implementation passes.
+"""
 import ast
 import importlib.util
 import json
@@ -82,7 +83,8 @@ def refuses(hint, function, *arguments, names=()):
     except ValueError as error:
         missing = [str(name) for name in names if str(name) not in str(error)]
         if missing:
-            fail(f"{hint}: name the shapes in the message", f"got {error}", f"expected it to hold {', '.join(missing)}")
+            fail(f"{hint}: name the shapes in the message", f"got {error}",
+                 f"expected it to hold {', '.join(missing)}")
     except NotImplementedError:
         raise
     except Exception as error:
@@ -149,7 +151,8 @@ class TestGroupAdvantages:
         """.8 .4 .6: mean .6, deviations .2 -.2 0, sample variance (.04 + .04) / (3 - 1) = .04, standard
         deviation .2."""
         got = gspo.group_advantages(torch.tensor([0.8, 0.4, 0.6]), 3, std_eps=0.0)
-        check(got, [1, -1, 0], "Eq. 6: (reward - mean) / standard deviation, the sample one with n - 1 (torch's default)")
+        check(got, [1, -1, 0],
+              "Eq. 6: (reward - mean) / standard deviation, the sample one with n - 1 (torch's default)")
 
     def test_looks_at_each_group_on_its_own(self):
         """The second group's rewards are the first's times 10 plus 100, and so its advantages are the
@@ -161,7 +164,8 @@ class TestGroupAdvantages:
         """0 and .0002: mean .0001, standard deviation .0001 * sqrt 2, and so .0001 / (.0001 * sqrt 2 + .0001)
         = .41421."""
         got = gspo.group_advantages(torch.tensor([0.0, 0.0002]), 2)
-        check(got, [-0.41421356, 0.41421356], "divide by (standard deviation + std_eps), std_eps 1e-4 by default", 1e-3)
+        check(got, [-0.41421356, 0.41421356], "divide by (standard deviation + std_eps), std_eps 1e-4 by default",
+              1e-3)
         got = gspo.group_advantages(torch.tensor([0.0, 2.0]), 2, std_eps=1.0)
         check(got, [-0.41421356, 0.41421356], "std_eps is an argument, added to the standard deviation itself")
 
@@ -182,7 +186,8 @@ class TestGroupAdvantages:
         exact = rewards.double()
         check(got, (exact - exact.mean()) / (exact.std() + 1e-4), "bfloat16 rewards: convert to float32 first")
         got = gspo.group_advantages(torch.tensor([1, 0, 0, 1]), 4)
-        check(got, torch.tensor([1.0, -1, -1, 1]) * 0.5 / (1 / 3**0.5 + 1e-4), "integer rewards: convert to float32")
+        check(got, torch.tensor([1.0, -1, -1, 1]) * 0.5 / (1 / 3**0.5 + 1e-4),
+              "integer rewards: convert to float32")
 
     @pytest.mark.parametrize("group_size", [-2, 0, 1, 3, 16])
     def test_refuses_a_group_size_below_2_or_one_that_does_not_divide(self, group_size):
@@ -197,18 +202,20 @@ class TestGroupAdvantages:
 
 
 class TestTokenLogProbs:
-    LOGITS = torch.tensor([[[1.0, 2.0, 5.0], [4.0, 2.0, 2.0]]]).log()  # (1, 2, 3): weights 1 2 5 of 8, then 4 2 2 of 8
+    LOGITS = torch.tensor([[[1.0, 2.0, 5.0], [4.0, 2.0, 2.0]]]).log()  # (1, 2, 3): weights 1 2 5 of 8, and 4 2 2
 
     def test_is_the_log_of_the_tokens_probability(self):
         """Token 1 of the weights 1 2 5 has probability 2/8, token 0 of 4 2 2 has 4/8."""
         got = gspo.token_log_probs(self.LOGITS, torch.tensor([[1, 0]]))
-        check(got, torch.tensor([[2 / 8, 4 / 8]]).log(), "log softmax over V, taken at each token; logits[:, t] already "
+        check(got, torch.tensor([[2 / 8, 4 / 8]]).log(),
+              "log softmax over V, taken at each token; logits[:, t] already "
                                                          "predict tokens[:, t], so nothing is shifted here")
 
     def test_divides_the_logits_by_the_temperature(self):
         """At temperature 1/2 the weights are squared: 1 4 25 of 30, 16 4 4 of 24."""
         got = gspo.token_log_probs(self.LOGITS, torch.tensor([[1, 0]]), 0.5)
-        check(got, torch.tensor([[4 / 30, 16 / 24]]).log(), "softmax of logits / temperature: the policy is what sampled")
+        check(got, torch.tensor([[4 / 30, 16 / 24]]).log(),
+              "softmax of logits / temperature: the policy is what sampled")
 
     def test_is_float32_from_bfloat16(self):
         logits = torch.randn(2, 3, 500, generator=torch.Generator().manual_seed(0)).mul(4).bfloat16()
@@ -223,7 +230,8 @@ class TestTokenLogProbs:
         got = gspo.token_log_probs(logits, torch.tensor([[0, 1]]))
         check(got, [[0, math.log(0.5)]], "large logits: log_softmax (or logsumexp), never the log of a softmax")
         got = gspo.token_log_probs(logits, torch.tensor([[1, 0]]))
-        check(got, [[-1e4, math.log(0.5)]], "unlikely tokens: log_softmax (or logsumexp), never the log of a softmax")
+        check(got, [[-1e4, math.log(0.5)]],
+              "unlikely tokens: log_softmax (or logsumexp), never the log of a softmax")
 
     def test_carries_the_gradient_of_the_logits(self):
         """d log softmax(z)[y] / d z = onehot(y) - softmax(z)."""
@@ -247,16 +255,19 @@ class TestSequenceRatio:
         not 2."""
         new = torch.tensor([[2.0, 1.0, 1.0, 1.0]]).log()
         got = gspo.sequence_ratio(new, torch.zeros(1, 4), torch.ones(1, 4))
-        check(got, [2 ** 0.25], "Eq. 7: the power 1/|y|, a geometric mean (not the product, not the arithmetic mean 1.25)")
+        check(got, [2 ** 0.25],
+              "Eq. 7: the power 1/|y|, a geometric mean (not the product, not the arithmetic mean 1.25)")
 
     def test_of_the_example(self):
         got = gspo.sequence_ratio(*example(), MASK)[:4]
-        check(got, SEQUENCE_RATIOS, "Eq. 7: exp of the mean log ratio over the response's own tokens; |y| counts mask, not T")
+        check(got, SEQUENCE_RATIOS,
+              "Eq. 7: exp of the mean log ratio over the response's own tokens; |y| counts mask, not T")
 
     @pytest.mark.parametrize("padding", [7.0, NAN, -INF, INF])
     def test_does_not_see_the_padding(self, padding):
         got = gspo.sequence_ratio(*example(padding), MASK)[:4]
-        check(got, SEQUENCE_RATIOS, f"padding of {padding} must not matter: NaN * 0 is NaN, so fill it, do not multiply")
+        check(got, SEQUENCE_RATIOS,
+              f"padding of {padding} must not matter: NaN * 0 is NaN, so fill it, do not multiply")
 
     def test_takes_masks_of_any_kind_and_with_holes(self):
         """Without its second token the first response has one token of ratio 4; without its first the third
@@ -265,14 +276,16 @@ class TestSequenceRatio:
         mask[0, 1] = mask[2, 0] = False
         for kind in (torch.bool, torch.long, torch.float32):
             got = gspo.sequence_ratio(*example(), mask.to(kind))[:4]
-            check(got, [4, 1 / 2, 1, 1 / 2], f"tokens count where the mask is 1, anywhere in the row (mask of {kind})")
+            check(got, [4, 1 / 2, 1, 1 / 2],
+                  f"tokens count where the mask is 1, anywhere in the row (mask of {kind})")
 
     def test_has_the_gradient_s_over_length_on_every_token(self):
         new, old = example(NAN)
         new, old = new.requires_grad_(), old.requires_grad_()
         gspo.sequence_ratio(new, old, MASK).sum().backward()
         expected = torch.tensor([s / n for s, n in zip([*SEQUENCE_RATIOS, 1], [2, 4, 3, 2, 1])])[:, None] * MASK
-        check(new.grad, expected, "ds/dlog_prob = s / |y| on the response's tokens and 0 on padding, NaN there or not")
+        check(new.grad, expected,
+              "ds/dlog_prob = s / |y| on the response's tokens and 0 on padding, NaN there or not")
         if old.grad is not None and bool((old.grad.nan_to_num(1) != 0).any()):
             fail("old_log_probs never gets a gradient: detach it", f"got {old.grad.tolist()}")
 
@@ -338,9 +351,11 @@ class LossContract:
         the mean."""
         old = example()[1]
         value, gradient = value_and_gradient(self.loss, old, old, ADVANTAGES, MASK)
-        check(value, -1 / 5, "ratios of 1: minus the mean of the advantages over ALL responses, an empty one counting as 0")
+        check(value, -1 / 5,
+              "ratios of 1: minus the mean of the advantages over ALL responses, an empty one counting as 0")
         expected = [[-a / n / 5 if t < n else 0 for t in range(4)] for a, n in zip(ADVANTAGES.tolist(), LENGTHS)]
-        check(gradient, expected, "ratios of 1: the gradient is REINFORCE's, -A / |y| / B on each token of a response")
+        check(gradient, expected,
+              "ratios of 1: the gradient is REINFORCE's, -A / |y| / B on each token of a response")
 
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("padding", [0.0, NAN, -INF])
@@ -358,7 +373,8 @@ class LossContract:
         for ratio, sign in ((1 + high, 1.0), (1 - low, -1.0)):
             for factor, holds in ((1.05, True), (0.95, False)):
                 new = torch.full((1, 3), math.log(1 + factor * (ratio - 1)), dtype=torch.float64)
-                _, gradient = value_and_gradient(self.loss, new, torch.zeros(1, 3), torch.tensor([sign]), torch.ones(1, 3))
+                _, gradient = value_and_gradient(self.loss, new, torch.zeros(1, 3), torch.tensor([sign]),
+                                                 torch.ones(1, 3))
                 if bool((gradient == 0).all()) != holds:
                     fail(f"default clip range: eps_low {low}, eps_high {high}",
                          f"ratio {1 + factor * (ratio - 1):.6f}, advantage {sign}: the gradient is {gradient.tolist()}")
@@ -367,24 +383,30 @@ class LossContract:
         new, old, advantages, mask = random_batch()
         whole = value_and_gradient(self.loss, new, old, advantages[:, 0], mask, *RANGE)
         for denominator in (12, 48, 3):
-            value, gradient = value_and_gradient(self.loss, new, old, advantages[:, 0], mask, *RANGE, denominator=denominator)
-            check(value, whole[0].detach() * 12 / denominator, f"a sum over responses / denominator (here {denominator})")
-            check(gradient, whole[1] * 12 / denominator, f"the gradient divides by the denominator too (here {denominator})")
+            value, gradient = value_and_gradient(self.loss, new, old, advantages[:, 0], mask, *RANGE,
+                                                 denominator=denominator)
+            check(value, whole[0].detach() * 12 / denominator,
+                  f"a sum over responses / denominator (here {denominator})")
+            check(gradient, whole[1] * 12 / denominator,
+                  f"the gradient divides by the denominator too (here {denominator})")
 
     def test_adds_up_over_micro_batches(self):
         new, old, advantages, mask = random_batch()
         whole, gradient = value_and_gradient(self.loss, new, old, advantages[:, 0], mask, *RANGE)
         parts = [value_and_gradient(self.loss, new[i], old[i], advantages[i, 0], mask[i], *RANGE, denominator=12)
                  for i in torch.arange(12).split([1, 2, 3, 6])]
-        check(sum(p[0] for p in parts), whole.detach(), "micro-batches with one denominator must add up to the whole batch")
-        check(torch.cat([p[1] for p in parts]), gradient, "micro-batches with one denominator: so must their gradients")
+        check(sum(p[0] for p in parts), whole.detach(),
+              "micro-batches with one denominator must add up to the whole batch")
+        check(torch.cat([p[1] for p in parts]), gradient,
+              "micro-batches with one denominator: so must their gradients")
 
     def test_does_not_depend_on_the_padded_length(self):
         new, old = example()
         wide = [torch.cat([x, torch.full((5, 6), NAN)], dim=1) for x in (new, old)]
         mask = torch.cat([MASK, torch.zeros(5, 6, dtype=torch.bool)], dim=1)
         value, _ = value_and_gradient(self.loss, *wide, ADVANTAGES, mask, *RANGE)
-        check(value, self.example_loss, "six more columns of padding change nothing: divide by |y| (the mask's sum), not by T")
+        check(value, self.example_loss,
+              "six more columns of padding change nothing: divide by |y| (the mask's sum), not by T")
 
     def test_gives_the_old_log_probs_no_gradient(self):
         new, old = (x.requires_grad_() for x in example())
@@ -419,7 +441,8 @@ class LossContract:
         for arguments, names in (((a, b, adv, a), (5, 7)), ((b, a, adv, a), (5, 7)), ((a, a, adv, b), (5, 7)),
                                  ((a, a, torch.zeros(3), a), (3, 2)), ((a, a, torch.zeros(5), a), (5, 2)),
                                  ((a, a, torch.zeros(1), a), (1, 2)), ((a, a, torch.zeros(2, 7), a), (7, 5))):
-            refuses(f"log_probs, old_log_probs, advantages, mask of {[tuple(x.shape) for x in arguments]}", self.loss,
+            refuses(f"log_probs, old_log_probs, advantages, mask of {[tuple(x.shape) for x in arguments]}",
+                    self.loss,
                     *arguments, names=names)
 
 
@@ -432,12 +455,14 @@ class PerTokenContract(LossContract):
         value, gradient = value_and_gradient(self.loss, new, old, advantages.masked_fill(~mask, NAN), mask, *RANGE)
         by_hand = self.by_hand(new, old, advantages, mask)
         check(value, by_hand[0], f"(B, T) advantages, NaN in their padding: the value is not {self.equation}'s")
-        check(gradient, by_hand[1], f"(B, T) advantages, NaN in their padding: the gradient is not that of {self.equation}")
+        check(gradient, by_hand[1],
+              f"(B, T) advantages, NaN in their padding: the gradient is not that of {self.equation}")
 
 
 def log_ratios_of(new, old, mask):
     """For each response a list of (t, log pi_new / pi_old)."""
-    return [[(t, (new[i, t] - old[i, t]).item()) for t in range(mask.shape[1]) if mask[i, t]] for i in range(len(mask))]
+    difference = (new - old).tolist()
+    return [[(t, x) for t, x in enumerate(row) if mask[i, t]] for i, row in enumerate(difference)]
 
 
 def clip(ratio):
@@ -472,7 +497,8 @@ class TestGspoTokenLoss(PerTokenContract):
     """As GSPO's where the advantages are equal within each response."""
     loss = staticmethod(lambda *a, **k: gspo.gspo_token_loss(*a, **k))
     default_range, equation = (3e-4, 4e-4), "Eq. 13-14 (gradient: Eq. 17, token t weighs s A_t / |y|)"
-    example_loss, example_hint = 0.36, "Eq. 13: s_t is worth s_i (Eq. 14: sg[s_i] * pi / sg[pi]); the mean over tokens, then responses"
+    example_loss = 0.36
+    example_hint = "Eq. 13: s_t is worth s_i (Eq. 14: sg[s_i] * pi / sg[pi]); the mean over tokens, then responses"
 
     @staticmethod
     def by_hand(new, old, advantages, mask):
@@ -493,16 +519,19 @@ class TestGspoTokenLoss(PerTokenContract):
         for a in (advantages[:, 0], advantages[:, :1].expand(mask.shape)):
             value, gradient = value_and_gradient(gspo.gspo_token_loss, new, old, a, mask, *RANGE)
             check(value, sequence[0].detach(), "equal advantages: GSPO-token's value is GSPO's")
-            check(gradient, sequence[1], "equal advantages: GSPO-token's gradient is GSPO's (twice it, if a stop-gradient is missing)")
+            check(gradient, sequence[1],
+                  "equal advantages: GSPO-token's gradient is GSPO's (twice it, if a stop-gradient is missing)")
 
     def test_clips_one_sign_of_a_response_and_not_the_other(self):
         """s = 2 in a range up to 1.5: the token of A = 1 is clipped to 1.5, that of A = -1 keeps -2. -(1.5 -
         2) / 2 = 0.25."""
         new = torch.tensor([[4.0, 1.0]]).log()
-        value, gradient = value_and_gradient(gspo.gspo_token_loss, new, torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]),
+        value, gradient = value_and_gradient(gspo.gspo_token_loss, new, torch.zeros(1, 2),
+                                             torch.tensor([[1.0, -1.0]]),
                                              torch.ones(1, 2), *RANGE)
         check(value, 0.25, "each token's own advantage decides whether the clip holds for it")
-        check(gradient, [[0, 1.0]], "only the second token keeps its gradient, s A / |y| = 2 * 1 / 2, and it is its own alone")
+        check(gradient, [[0, 1.0]],
+              "only the second token keeps its gradient, s A / |y| = 2 * 1 / 2, and it is its own alone")
 
 
 class TestGrpoLoss(PerTokenContract):
@@ -511,7 +540,7 @@ class TestGrpoLoss(PerTokenContract):
     loss = staticmethod(lambda *a, **k: gspo.grpo_loss(*a, **k))
     default_range, equation = (0.2, 0.27), "Eq. 2 (gradient: Eq. 12, token t weighs its own w_t A / |y|)"
     example_loss = -(1.25 - 0.9 - 20 / 3 + 1.875) / 5
-    example_hint = "Eq. 2: each token's own ratio, clipped on its own; the mean over a response's tokens, then over responses"
+    example_hint = "Eq. 2: each token's own ratio, clipped on its own; mean over a response's tokens, then responses"
 
     @staticmethod
     def by_hand(new, old, advantages, mask):
@@ -557,7 +586,8 @@ class TestClipFraction:
     def test_uses_each_side_of_the_range(self):
         """Ratios 1.4 and 0.7 in a range of 0.8 to 1.5: only the second is out. In 0.5 to 1.3: only the
         first."""
-        ratio, advantages, mask = torch.tensor([1.4, 0.7]), torch.tensor([1.0, -1.0]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+        ratio, advantages = torch.tensor([1.4, 0.7]), torch.tensor([1.0, -1.0])
+        mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
         check(gspo.clip_fraction(ratio, advantages, mask, 0.2, 0.5), 1 / 4, "eps_low is below 1, eps_high above")
         check(gspo.clip_fraction(ratio, advantages, mask, 0.5, 0.3), 3 / 4, "eps_low is below 1, eps_high above")
 
@@ -567,9 +597,12 @@ class TestClipFraction:
 
     def test_refuses_shapes_that_do_not_fit(self):
         mask, adv = torch.zeros(2, 5), torch.zeros(2)
-        refuses("ratio (3,) with mask (2, 5)", gspo.clip_fraction, torch.zeros(3), adv, mask, 0.1, 0.1, names=(3, 5))
-        refuses("ratio (2, 7) with mask (2, 5)", gspo.clip_fraction, torch.zeros(2, 7), adv, mask, 0.1, 0.1, names=(7, 5))
-        refuses("advantages (5,) with mask (2, 5)", gspo.clip_fraction, adv, torch.zeros(5), mask, 0.1, 0.1, names=(2, 5))
+        refuses("ratio (3,) with mask (2, 5)", gspo.clip_fraction, torch.zeros(3), adv, mask, 0.1, 0.1,
+                names=(3, 5))
+        refuses("ratio (2, 7) with mask (2, 5)", gspo.clip_fraction, torch.zeros(2, 7), adv, mask, 0.1, 0.1,
+                names=(7, 5))
+        refuses("advantages (5,) with mask (2, 5)", gspo.clip_fraction, adv, torch.zeros(5), mask, 0.1, 0.1,
+                names=(2, 5))
 
 
 # ---- train_math.py: everything below is left out when a student's file is graded --------------------------------
@@ -617,14 +650,15 @@ def run(tm, output_dir, *flags):
 
 
 def without_clocks(rows):
-    return [{k: v for k, v in row.items() if not re.match("seconds|tokens_per_second|peak_memory", k)} for row in rows]
+    clocks = "seconds|tokens_per_second|peak_memory"
+    return [{k: v for k, v in row.items() if not re.match(clocks, k)} for row in rows]
 
 
 def exits(tm, capsys, *flags):
     """The one line with which the script refuses these flags."""
     with pytest.raises(SystemExit) as stop:
         tm.main([*flags])
-    assert isinstance(stop.value.code, str) and stop.value.code.count("\n") == 0, f"one line, not {stop.value.code!r}"
+    assert isinstance(stop.value.code, str) and "\n" not in stop.value.code, f"not one line: {stop.value.code!r}"
     return stop.value.code
 
 
@@ -636,30 +670,35 @@ def write_jsonl(path, rows):
 class TestRewards:
     __test__ = not GRADING
 
-    @pytest.mark.parametrize("text", ["####18", "#### 18", "#### $18", "#### **18**", "#### 18.", "#### 18.0", "#### 18.00.",
-                                      "#### +18", "#### 018", "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18",
-                                      "#### 17\nNo.\n#### 18", "3 * 6 = 18\n#### **$18.00**", "#### 18, I think", "#### 18eggs"])
+    @pytest.mark.parametrize("text", [
+        "####18", "#### 18", "#### $18", "#### **18**", "#### 18.", "#### 18.0", "#### 18.00.", "#### +18", "#### 018",
+        "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18", "#### 17\nNo.\n#### 18", "#### 18, I think",
+        "3 * 6 = 18\n#### **$18.00**", "#### 18eggs"])
     def test_reads_18(self, tm, text):
         assert tm.extract_answer(text) == "18"
 
-    @pytest.mark.parametrize("text", ["", "18", "#### 1 8", "#### ", "####", "#### x 18", "#### 18\n####", "#### 18/2", "#### 1,8",
-                                      "#### 18.5", "#### -18", "#### 118", "#### 180", "### 18", "#### 18:30", "#### 1.18.2"])
+    @pytest.mark.parametrize("text", [
+        "", "18", "#### 1 8", "#### ", "####", "#### x 18", "#### 18\n####", "#### 18/2", "#### 1,8", "#### 18.5",
+        "#### -18", "#### 118", "#### 180", "### 18", "#### 18:30", "#### 1.18.2"])
     def test_does_not_read_18(self, tm, text):
         assert tm.extract_answer(text) != "18"
 
     @pytest.mark.parametrize("text, answer", [
         ("#### $1,234.50", "1234.5"), ("#### -5", "-5"), ("#### −5", "-5"), ("#### -$5", "-5"), ("#### $-5", "-5"),
-        ("#### 1,000,000", "1000000"), ("#### .5", "0.5"), ("#### 0", "0"), ("#### -0.0", "0"), ("#### 0.10", "0.1"),
+        ("#### 1,000,000", "1000000"), ("#### .5", "0.5"), ("#### 0", "0"), ("#### -0.0", "0"),
+        ("#### 0.10", "0.1"),
         ("#### 100", "100"), ("#### 12345678901234567890", "12345678901234567890")])
     def test_gives_one_canonical_number(self, tm, text, answer):
         assert tm.extract_answer(text) == answer
 
-    @pytest.mark.parametrize("text, answer", [("3 and 4", "4"), ("it is $1,200.", "1200"), ("#### 5, not 6", "6"), ("none", None),
-                                              ("5-3=2", "2"), ("20-18", "18"), ("x = -18", "-18"), ("so 18.", "18")])
+    @pytest.mark.parametrize("text, answer", [
+        ("3 and 4", "4"), ("it is $1,200.", "1200"), ("#### 5, not 6", "6"), ("none", None), ("5-3=2", "2"),
+        ("20-18", "18"), ("x = -18", "-18"), ("so 18.", "18")])
     def test_takes_the_last_number_when_not_strict(self, tm, text, answer):
         assert tm.extract_answer(text, strict=False) == answer
 
-    @pytest.mark.parametrize("piece", ["1", "1,", "111,", "#", "####", "#### ", "-", "$", " ", "*", ".", "1.", "1/", ",111", "−", "+$1"])
+    @pytest.mark.parametrize("piece", [
+        "1", "1,", "111,", "#", "####", "#### ", "-", "$", " ", "*", ".", "1.", "1/", ",111", "−", "+$1"])
     @pytest.mark.parametrize("frame", ["{}", "#### {}", "#### 1{}x", "{}####"])
     def test_reads_a_megabyte_of_anything(self, tm, piece, frame):
         """Not timed: with a quadratic pattern one of these would take hours."""
@@ -670,7 +709,8 @@ class TestRewards:
     def test_have_trls_signature(self, tm):
         chat = [{"role": "assistant", "content": "So #### 42"}]
         completions = ["#### 42", "#### 41", "42", chat, None, [], "#### 4"]
-        arguments = dict(prompts=["?"] * 7, completions=completions, answer=["6 * 7\n#### 42"] * 7, task="maths", step=3)
+        arguments = dict(prompts=["?"] * 7, completions=completions, answer=["6 * 7\n#### 42"] * 7, task="maths",
+                         step=3)
         assert tm.correctness_reward(**arguments) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
         assert tm.format_reward(**arguments) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
         assert tm.correctness_reward(["?"] * 3, ["#### 42"] * 3, ["42", "x", "$42.00"]) == [1.0, 0.0, 1.0]
@@ -693,16 +733,17 @@ class TestRollout:
         for k, prompt in enumerate(prompts):
             with torch.no_grad():
                 first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
-                second = (model(torch.cat([torch.tensor([prompt]).expand(len(words), -1), words[:, None]], 1)).logits[:, -1]
-                          / temperature).softmax(-1)
+                all_second = torch.tensor([prompt + [word] for word in words.tolist()])
+                second = (model(all_second).logits[:, -1] / temperature).softmax(-1)
             second = (first[:, None] * second)[words != ends].sum(0)         # of the responses that go on
             for t, exact in enumerate((first, second)):
                 drawn = torch.tensor([r[t] for r in responses[k * n:(k + 1) * n] if len(r) > t])
                 seen = torch.bincount(drawn, minlength=len(words)) / n
-                rare = exact.argsort()[:len(words) // 2]                     # together: a top_k or top_p would drop them
-                for name, p, share in (("a token", exact, seen), ("the rarer half", exact[rare].sum(), seen[rare].sum())):
+                rare = exact.argsort()[:len(words) // 2]  # taken together: a top_k or top_p would drop them
+                for name, p, share in (("a token", exact, seen),
+                                       ("the rarer half", exact[rare].sum(), seen[rare].sum())):
                     worst = ((share - p).abs() / (p * (1 - p) / n).sqrt()).max().item()
-                    assert worst < 5, f"prompt {k}, position {t}: {name} is {worst:.1f} standard errors from its probability"
+                    assert worst < 5, f"prompt {k}, position {t}: {name} is {worst:.1f} standard errors off"
 
     def test_gives_the_sampler_the_same_log_probs_as_the_update(self, tm, tiny):
         """Responses end at different times and leave the batch; cache, positions and rows must stay in
@@ -733,8 +774,8 @@ class TestRollout:
     def test_asks_through_the_chat_template_where_there_is_one(self, tm):
         tokenizer = tm.tiny_tokenizer()
         assert tokenizer.decode(tm.encode_prompt(tokenizer, "How many?")) == "How many?\n"
-        tokenizer.chat_template = ("{% for m in messages %}Q {{ m.content }}{% endfor %}"
-                                   "{% if add_generation_prompt %}A{% endif %}{% if enable_thinking is false %} now{% endif %}")
+        tokenizer.chat_template = ("{% for m in messages %}Q {{ m.content }}{% endfor %}{% if add_generation_prompt %}A"
+                                   "{% endif %}{% if enable_thinking is false %} now{% endif %}")
         text = tokenizer.decode(tm.encode_prompt(tokenizer, "How many?"))
         assert text.startswith("Q How many?\n") and text.endswith("A now") and "####" in text
 
@@ -753,8 +794,10 @@ class TestLogProbs:
         got = tm.response_log_probs(model, batch, temperature, chunk)
         assert (got[~batch.mask] == 0).all()
         for i, (prompt, response) in enumerate(zip(prompts, responses)):
-            slow = [(model(torch.tensor([prompt + response[:t]])).logits[0, -1] / temperature).log_softmax(-1)[token].item()
-                    for t, token in enumerate(response)]
+            slow = []
+            for t, token in enumerate(response):
+                logits = model(torch.tensor([prompt + response[:t]])).logits[0, -1]
+                slow.append((logits / temperature).log_softmax(-1)[token].item())
             assert torch.allclose(got[i][batch.mask[i]], torch.tensor(slow), atol=1e-5)
 
     def test_keep_the_end_token_where_it_is_also_the_pad_token(self, tm):
@@ -777,7 +820,8 @@ class TestLogProbs:
             model.zero_grad()
             for batch in batches:
                 log_probs = tm.response_log_probs(model, batch, 1.0)
-                tm.gspo_loss(log_probs, log_probs.detach() - 1e-4, batch.advantages, batch.mask, denominator=8).backward()
+                tm.gspo_loss(log_probs, log_probs.detach() - 1e-4, batch.advantages, batch.mask,
+                             denominator=8).backward()
             return torch.cat([p.grad.flatten() for p in model.parameters()])
 
         expected, counts = gradient([everything]), set()
@@ -800,17 +844,19 @@ class TestTraining:
         s, rows = run(tm, tmp_path / "a")
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
         assert set(rows[0]) == {
-            "step", "reward", "accuracy", "format", "response_length", "loss", "grad_norm", "clip_fraction", "log_ratio_std",
-            "log_ratio_first_max", "equal_reward_groups", "entropy", "seconds", "seconds_rollout", "seconds_old_log_probs",
-            "seconds_update", "tokens_per_second", "peak_memory_mb"}
-        assert all(row["log_ratio_first_max"] == 0 for row in rows), "the first minibatch is on-policy: log s is exactly 0"
+            "step", "reward", "accuracy", "format", "response_length", "loss", "grad_norm", "clip_fraction",
+            "log_ratio_std", "log_ratio_first_max", "equal_reward_groups", "entropy", "seconds", "seconds_rollout",
+            "seconds_old_log_probs", "seconds_update", "tokens_per_second", "peak_memory_mb"}
+        assert all(row["log_ratio_first_max"] == 0 for row in rows), "the first minibatch is on-policy: log s is 0"
         assert all(row["log_ratio_std"] > 0 and row["grad_norm"] > 0 for row in rows)
         assert max(row["clip_fraction"] for row in rows) > 0
         names = {path.name for path in (tmp_path / "a").iterdir()}
-        assert names == {"settings.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "metrics.png", "checkpoint-6"}
+        assert names == {"settings.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "metrics.png",
+                         "checkpoint-6"}
         assert [row["step"] for row in tm.read(tmp_path / "a" / "eval.jsonl")] == [0, 3, 6]
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-6")
-        assert model.config.model_type == "qwen3" and len(AutoTokenizer.from_pretrained(tmp_path / "a" / "checkpoint-6")) == 75
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a" / "checkpoint-6")
+        assert model.config.model_type == "qwen3" and len(tokenizer) == model.config.vocab_size
 
     def test_of_gspo_token_equals_gspo_and_grpo_differs(self, tm, parity, tmp_path):
         flags = ["--eps_low", "0.01", "--eps_high", "0.01"]
@@ -824,9 +870,11 @@ class TestTraining:
         mean over responses of A times the mean log-prob."""
         rollouts, gradients, build = [], [], tm.build_minibatches
         monkeypatch.setattr(tm, "build_minibatches", lambda *a: rollouts.append(a) or build(*a))
-        monkeypatch.setattr(tm, "require_finite", lambda *a: gradients.append([p.grad.clone() for p in model.parameters()]))
-        s = tm.parse_settings(["--tiny", "--output_dir", str(tmp_path), *FAST, "--minibatches", "1", "--max_steps", "1",
-                               "--max_grad_norm", "1e9", "--temperature", "0.8", "--micro_batch_tokens", "200"])
+        monkeypatch.setattr(tm, "require_finite",
+                            lambda *a: gradients.append([p.grad.clone() for p in model.parameters()]))
+        s = tm.parse_settings(["--tiny", "--output_dir", str(tmp_path), *FAST, "--minibatches", "1",
+                               "--max_steps", "1", "--max_grad_norm", "1e9", "--temperature", "0.8",
+                               "--micro_batch_tokens", "200"])
         questions, _ = tm.load_data(s)
         model, tokenizer = tm.load(s.model, s)
         tm.train(s, model, tokenizer, questions, [])
@@ -889,8 +937,8 @@ class TestTraining:
         assert without_clocks(rows) == without_clocks(expected)
         for name in ("eval.jsonl", "samples.jsonl"):
             assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
-        weights = [(tmp_path / name / "checkpoint-6" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
-        assert weights[0] == weights[1]
+        weights = [tmp_path / run / "checkpoint-6" / "model.safetensors" for run in ("whole", "killed")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
 
     def test_resumed_after_kill_9_equals_a_run_never_killed(self, tm, parity, tmp_path):
         """A process of its own that sends itself SIGKILL in the middle of step 4."""
@@ -928,7 +976,8 @@ test_gspo.run(train_math, {str(tmp_path / "killed")!r})
     @pytest.mark.parametrize("bad", [NAN, INF])
     def test_stops_at_a_loss_that_is_not_finite_and_keeps_the_checkpoint(self, tm, parity, tmp_path, monkeypatch, bad):
         calls = iter(range(1000))
-        monkeypatch.setitem(tm.LOSSES, "gspo", lambda *a, **k: gspo.gspo_loss(*a, **k) * (bad if next(calls) >= 12 else 1))
+        monkeypatch.setitem(tm.LOSSES, "gspo",
+                            lambda *a, **k: gspo.gspo_loss(*a, **k) * (bad if next(calls) >= 12 else 1))
         with pytest.raises(tm.Problem, match=r"step \d: .*not finite.*checkpoint-[24] is good"):
             run(tm, tmp_path / "a")
         model, _ = tm.load(tm.last_checkpoint(tmp_path / "a")[0], tm.parse_settings(["--tiny"]))
@@ -939,30 +988,35 @@ class TestCommandLine:
     __test__ = not GRADING
 
     @pytest.mark.parametrize("flags, word", [
-        ("--group_size 1", "--group_size"), ("--group_size x", "--group_size"), ("--group_sizes 4", "--group_sizes"),
+        ("--group_size 1", "--group_size"), ("--group_size x", "--group_size"),
+        ("--group_sizes 4", "--group_sizes"),
         ("--prompts_per_step 0", "--prompts_per_step"), ("--prompts_per_step 6 --minibatches 4", "--minibatches 4"),
-        ("--algorithm ppo", "ppo"), ("--temperature 0", "--temperature"), ("--learning_rate nan", "--learning_rate"),
+        ("--algorithm ppo", "ppo"), ("--temperature 0", "--temperature"), ("--learning_rate nan", "nan"),
         ("--learning_rate -1", "--learning_rate"), ("--eps_low 0", "--eps_low"), ("--eps_low 1", "--eps_low"),
         ("--eps_high inf", "--eps_high"), ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
         ("--max_grad_norm 0", "--max_grad_norm"), ("--device tpu9", "--device"), ("--seed -1", "--seed"),
-        ("--tiny --model x", "--model"), ("--tiny --dataset x", "--dataset"), ("--format_weight -1", "--format_weight"),
+        ("--tiny --model x", "--model"), ("--tiny --dataset x", "--dataset"),
+        ("--format_weight -1", "--format_weight"),
         ("--dataset nowhere.jsonl", "nowhere.jsonl"), ("--tiny maybe", "maybe"), ("stray", "stray"),
-        ("--dataset train.jsonl --eval_size 99", "--eval_size"), ("--dataset train.jsonl --eval_dataset no.jsonl", "no.jsonl")])
-    def test_refuses_what_is_wrong_in_one_line_before_a_model_loads(self, tm, capsys, tmp_path, monkeypatch, flags, word):
+        ("--dataset train.jsonl --eval_size 99", "--eval_size"),
+        ("--dataset train.jsonl --eval_dataset no.jsonl", "no.jsonl")])
+    def test_refuses_what_is_wrong_before_a_model_loads(self, tm, capsys, tmp_path, monkeypatch, flags, word):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(tm, "load", lambda *a: pytest.fail("a model was loaded first"))
         write_jsonl(tmp_path / "train.jsonl", [{"question": "?", "answer": "#### 1"}] * 9)
         assert word in exits(tm, capsys, *flags.split())
 
     @pytest.mark.parametrize("text, word", [
-        ("", "q.jsonl"), ("no json\n", "q.jsonl"), ('{"question": "?"}\n', "answer"), ('{"answer": "#### 1"}\n', "question"),
+        ("", "q.jsonl"), ("no json\n", "q.jsonl"), ('{"question": "?"}\n', "answer"),
+        ('{"answer": "#### 1"}\n', "question"),
         ('{"question": "?", "answer": 1}\n', "answer"), ("[1]\n", "question"),
         ('{"question": "?", "answer": "#### 1"}\n{"question": "?", "answer": "one"}\n', "row 2"),
         ('{"question": "?", "answer": "#### 1"}\nno json\n', "row 2")])
     def test_refuses_a_bad_dataset_in_one_line(self, tm, capsys, tmp_path, monkeypatch, text, word):
         monkeypatch.setattr(tm, "load", lambda *a: pytest.fail("a model was loaded first"))
         (tmp_path / "q.jsonl").write_text(text)
-        line = exits(tm, capsys, "--dataset", str(tmp_path / "q.jsonl"), "--eval_size", "0", "--output_dir", str(tmp_path / "o"))
+        line = exits(tm, capsys, "--dataset", str(tmp_path / "q.jsonl"), "--eval_size", "0", "--output_dir",
+                     str(tmp_path / "o"))
         assert word in line and "q.jsonl" in line
 
     def test_refuses_a_folder_that_holds_no_model(self, tm, capsys, tmp_path):
@@ -973,8 +1027,8 @@ class TestCommandLine:
         assert "nowhere" in exits(tm, capsys, "--model", str(tmp_path / "nowhere"), *flags)
 
     def test_refuses_prompts_that_do_not_fit_the_model(self, tm, capsys, tmp_path):
-        assert "--max_completion_length 500" in exits(tm, capsys, "--tiny", "--max_completion_length", "500", "--output_dir",
-                                                      str(tmp_path / "a"))
+        assert "--max_completion_length 500" in exits(tm, capsys, "--tiny", "--max_completion_length", "500",
+                                                      "--output_dir", str(tmp_path / "a"))
         assert not any((tmp_path / "a").iterdir()), "a run that did not start leaves nothing behind"
 
     def test_overwrites_nothing(self, tm, capsys, tmp_path, parity):
@@ -1033,14 +1087,16 @@ class TestCommandLine:
         tm.tiny_model(tokenizer, seed=0).save_pretrained(tmp_path / "model")
         tokenizer.save_pretrained(tmp_path / "model")
         data = write_jsonl(tmp_path / "train.jsonl", tm.tiny_questions(0)[:40])
-        tm.main(["--model", str(tmp_path / "model"), "--dataset", data, "--output_dir", str(tmp_path / "out"), "--device", "cpu",
-                 "--cold_start_steps", "3", *FAST, "--max_steps", "2"])
+        tm.main(["--model", str(tmp_path / "model"), "--dataset", data, "--output_dir", str(tmp_path / "out"),
+                 "--device", "cpu", "--cold_start_steps", "3", *FAST, "--max_steps", "2"])
         out = capsys.readouterr().out
         assert "step 2/2" in out and "after step 2" in out and "held-out" in out
-        assert len(tm.read(tmp_path / "out" / "metrics.jsonl")) == 2 and (tmp_path / "out" / "checkpoint-2").is_dir()
+        assert len(tm.read(tmp_path / "out" / "metrics.jsonl")) == 2
+        assert tm.last_checkpoint(tmp_path / "out")[1] == 2
 
     def test_writes_an_assignment_that_keeps_the_docstrings_and_fails(self, tmp_path):
-        text = subprocess.run([sys.executable, str(HERE / "test_gspo.py")], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run([sys.executable, str(HERE / "test_gspo.py")], capture_output=True, text=True,
+                              check=True).stdout
         functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
         for node in ast.parse((HERE / "gspo.py").read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef):

@@ -5,7 +5,8 @@
 
 It reads in the order in which things happen: settings, task and rewards, model, rollout, log-probs, cold
 start and update, evaluation, report, the loop. The maths is gspo.py's. What it does NOT do: several GPUs,
-LoRA, a KL penalty, an inference server, gradient checkpointing of the layers. """
+LoRA, a KL penalty, an inference server, gradient checkpointing of the layers.
+"""
 import functools
 import inspect
 import json
@@ -49,7 +50,8 @@ def knob(default, reason):
 class Settings:
     model: str = knob("Qwen/Qwen2.5-0.5B-Instruct", "hub id or folder")
     dataset: str = knob("openai/gsm8k", "hub id, or a .jsonl with question and answer ('... #### 42')")
-    eval_dataset: str | None = knob(None, "held out; default: the hub's test split, the .jsonl's last eval_size lines")
+    eval_dataset: str | None = knob(None,
+                                    "held out; default: the hub's test split, the .jsonl's last eval_size lines")
     output_dir: str | None = knob(None, "where everything is written; default: runs/tiny or runs/math")
     device: str = knob("auto", "auto is cuda where there is one, else cpu")
     seed: int = knob(0, "of weights that are made here, of the questions' order, of the sampling")
@@ -60,7 +62,8 @@ class Settings:
     prompts_per_step: int = knob(32, "prompts a rollout")
     minibatches: int = knob(4, "optimizer steps a pass; with 1, and 1 epoch, ratios stay 1 and the clip is dead")
     epochs: int = knob(1, "passes over each rollout")
-    micro_batch_tokens: int = knob(4096, "tokens, padding included, that go through at once: memory, not the result")
+    micro_batch_tokens: int = knob(4096,
+                                   "tokens, padding included, that go through at once: memory, not the result")
     max_completion_length: int = knob(512, "tokens a response; a longer one is cut and scored as it stands")
     format_weight: float = knob(0.1, "reward for writing '#### number' at all, beside 1 for the right number")
     temperature: float = knob(1.0, "of the sampling and of the log-probs alike: the policy is the tempered model")
@@ -483,7 +486,7 @@ def summarise_updates(observed, grad_norms):
     return {"loss": sum(o["loss"] for o in micro) / max(len(observed), 1),
             "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
             "clip_fraction": sum(o["clipped"] for o in micro) / max(sum(o["tokens"] for o in micro), 1),
-            "log_ratio_std": later.std().item() if len(later) > 1 else 0.0,
+            "log_ratio_std": later.std().item() if len(later) > 1 else None,
             "log_ratio_first_max": max(map(abs, log_ratios[0])) if observed else None}
 
 
@@ -509,7 +512,8 @@ def evaluate(model, tokenizer, questions, s, temperature=0.0):
     for name, strict in (("strict", True), ("flexible", False)):
         right = sum(extract_answer(text, strict) == gold for text, gold in zip(texts, golds))
         scores |= {name: right / len(questions), f"{name}_interval": wilson(right, len(questions))}
-    return scores, [{"question": row["question"], "response": text, "right": extract_answer(text) == gold, "gold": gold}
+    return scores, [{"question": row["question"], "response": text, "right": extract_answer(text) == gold,
+                     "gold": gold}
                     for row, text, gold in zip(questions, texts, golds)]
 
 
@@ -560,7 +564,7 @@ def report_step(output, s, row):
     append(output / "metrics.jsonl", row)
     tqdm.write(f"step {row['step']}/{s.max_steps}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.3f}  "
                f"format {row['format']:.2f}  length {row['response_length']:.1f}  clipped {row['clip_fraction']:.1%}  "
-               f"std of log s {row['log_ratio_std']:.1e}  grad {row['grad_norm']:.2f}  {row['seconds']:.1f} s")
+               f"std of log s {row['log_ratio_std'] or 0:.1e}  grad {row['grad_norm']:.2f}  {row['seconds']:.1f} s")
     if row["log_ratio_first_max"]:
         tqdm.write(f"warning: max |log s| of the first minibatch is {row['log_ratio_first_max']:.1e} and should be 0: "
                    "the old log-probs are not this policy's, or rounding is in the ratios")
@@ -592,7 +596,7 @@ def draw(output, s):
     import matplotlib.pyplot as plt
     rows, evaluations = read(output / "metrics.jsonl"), read(output / "eval.jsonl")
     figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
-    panels = {"reward": "mean reward of the samples", "response_length": "response length (tokens)",
+    panels = {"reward": "mean reward", "response_length": "response length (tokens)",
               "clip_fraction": "clip fraction (share of tokens)", "log_ratio_std": "spread of log s (std)"}
     for axis, (name, label) in zip(axes.flat, panels.items()):
         axis.plot([row["step"] for row in rows], [row[name] for row in rows], marker=".", label="samples")
@@ -605,7 +609,7 @@ def draw(output, s):
         axes[0, 0].legend()
     axes[1, 0].set_xlabel("step (rollouts)")
     axes[1, 1].set_xlabel("step (rollouts)")
-    figure.suptitle(f"{s.algorithm}, seed {s.seed}: {'tiny word problems' if s.tiny else s.model}")
+    figure.suptitle(f"{s.algorithm}, seed {s.seed}: {'tiny word problems' if s.tiny else Path(s.model).name}")
     figure.savefig(output / "metrics.png", dpi=120)
     plt.close(figure)
 

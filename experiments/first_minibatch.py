@@ -1,11 +1,12 @@
 """Is the first minibatch on-policy to the last bit? log_ratio_first_max of a few steps on any model, which
 should be 0.
 
-    python experiments/first_minibatch.py --model FOLDER_OR_HUB_ID [...] --gsm8k FOLDER      FOLDER holds train.jsonl
+    python experiments/first_minibatch.py --model FOLDER_OR_HUB_ID [...] --gsm8k FOLDER_WITH_TRAIN_JSONL
 
 The reward is whether a response has an odd number of letters e: every model gets it half of the time, so that
 even random weights have groups to learn from. Writes experiments/results/first_minibatch.jsonl, a line a
-step, after what is there. """
+step, after what is there.
+"""
 import argparse
 import sys
 import tempfile
@@ -27,10 +28,11 @@ if __name__ == "__main__":
     RESULTS.parent.mkdir(exist_ok=True)
     for name in args.model:
         with tempfile.TemporaryDirectory() as folder:
-            train_math.main(["--model", name, "--dataset", str(args.gsm8k / "train.jsonl"), "--output_dir", f"{folder}/run",
+            train_math.main(["--model", name, "--dataset", str(args.gsm8k / "train.jsonl"), "--output_dir",
+                             f"{folder}/run",
                              *FLAGS, *more])
             for row in train_math.read(Path(folder) / "run" / "metrics.jsonl"):
                 row = {"model": Path(name).name, **row}
                 train_math.append(RESULTS, row)
-                print(f"{row['model']}, step {row['step']}: max |log s| of the first minibatch {row['log_ratio_first_max']}, "
-                      f"std of log s later {row['log_ratio_std']:.1e}")
+                print(f"{row['model']}, step {row['step']}: max |log s| of the first minibatch "
+                      f"{row['log_ratio_first_max']}, std of log s later {row['log_ratio_std']:.1e}")

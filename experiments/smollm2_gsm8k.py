@@ -1,11 +1,11 @@
-"""Real pre-trained weights on the real GSM8K, on a CPU: SmolLM2-135M learns to end its answers with '####
-number'.
+"""Real pre-trained weights on the real GSM8K, on a CPU: SmolLM2-135M learns the answer format.
 
-    python experiments/smollm2_gsm8k.py --gsm8k FOLDER [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--output_dir ...] [--resume]
+    python experiments/smollm2_gsm8k.py --gsm8k FOLDER [--model FOLDER_OR_HUB_ID] [--output_dir FOLDER] [--resume]
 
 FOLDER holds GSM8K's train.jsonl and test.jsonl. Questions of one or two steps and fewer than 220 characters
 are kept. A model of this size knows next to no arithmetic, so what is left to learn is the format, and
---format_weight pays for it. About 40 s a step on two cores. """
+--format_weight pays for it. About 40 s a step on two cores.
+"""
 import argparse
 import json
 import sys
@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_math
 
-FLAGS = """--cold_start_steps 12 --prompts_per_step 4 --group_size 8 --minibatches 4 --max_completion_length 96 --learning_rate 1e-5
-           --max_steps 48 --eval_steps 16 --eval_size 64 --save_steps 8""".split()
+FLAGS = """--cold_start_steps 12 --prompts_per_step 4 --group_size 8 --minibatches 4 --max_completion_length 96
+           --learning_rate 1e-5 --max_steps 48 --eval_steps 16 --eval_size 64 --save_steps 8""".split()
 
 
 def short_questions(source, target):
@@ -32,6 +32,8 @@ if __name__ == "__main__":
     parser.add_argument("--output_dir", type=Path, default=Path("runs/smollm2"))
     args, more = parser.parse_known_args()
     args.output_dir.parent.mkdir(parents=True, exist_ok=True)
-    train, test = (short_questions(args.gsm8k / f"{split}.jsonl", args.output_dir.with_name(f"gsm8k_short_{split}.jsonl"))
+    train, test = (short_questions(args.gsm8k / f"{split}.jsonl",
+                                   args.output_dir.with_name(f"gsm8k_short_{split}.jsonl"))
                    for split in ("train", "test"))
-    train_math.main(["--model", args.model, "--dataset", train, "--eval_dataset", test, "--output_dir", str(args.output_dir), *FLAGS, *more])
+    train_math.main(["--model", args.model, "--dataset", train, "--eval_dataset", test, "--output_dir",
+                     str(args.output_dir), *FLAGS, *more])
