@@ -79,18 +79,27 @@ def check_float32(got, hint):
 def refuses(hint, function, *arguments, names=()):
     """The call raises a ValueError whose message holds `names`, or the test fails with the hint."""
     try:
-        result = function(*arguments)
-    except ValueError as error:
-        missing = [str(name) for name in names if str(name) not in str(error)]
-        if missing:
-            fail(f"{hint}: name the shapes in the message", f"got {error}",
-                 f"expected it to hold {', '.join(missing)}")
+        result, error = function(*arguments), None
     except NotImplementedError:
         raise
-    except Exception as error:
-        fail(f"{hint}: check it yourself and raise ValueError", f"got {type(error).__name__}: {error}")
-    else:
+    except Exception as raised:
+        error = raised
+    if error is None:
         fail(f"{hint}: this must raise ValueError", f"got {result}")
+    if not isinstance(error, ValueError):
+        fail(f"{hint}: check it yourself and raise ValueError", f"got {type(error).__name__}: {error}")
+    missing = [str(name) for name in names if str(name) not in str(error)]
+    if missing:
+        fail(f"{hint}: name the shapes in the message", f"got {error}",
+             f"expected it to hold {', '.join(missing)}")
+
+
+def gradient_of(value, x):
+    """d value.sum() / d x, or the test fails because there is none."""
+    gradient = torch.autograd.grad(value.sum(), x, allow_unused=True)[0] if value.requires_grad else None
+    if gradient is None:
+        fail("no gradient comes through: is something detached that should not be?")
+    return gradient
 
 
 # ---- the example that a pencil can check --------------------------------------------------------------------
@@ -130,17 +139,12 @@ def random_batch(seed=0, rows=12, columns=9, padding=NAN):
 
 
 def value_and_gradient(loss, new, old, advantages, mask, *arguments, **keywords):
-    """The loss and its gradient with respect to log_probs; a loss that carries no gradient has gradient 0."""
+    """The loss and its gradient with respect to log_probs."""
     new = new.detach().clone().requires_grad_()
     value = loss(new, old, advantages, mask, *arguments, **keywords)
     if not isinstance(value, torch.Tensor) or value.shape != ():
         fail("a loss is a scalar tensor", f"got {getattr(value, 'shape', value)}")
-    if not value.requires_grad:
-        fail("no gradient reaches log_probs: is the numerator of the ratio detached?")
-    gradient, = torch.autograd.grad(value, new, allow_unused=True)
-    if gradient is None:
-        fail("no gradient reaches log_probs: is the numerator of the ratio detached?")
-    return value, gradient
+    return value, gradient_of(value, new)
 
 
 # ---- group_advantages ---------------------------------------------------------------------------------------
@@ -236,7 +240,7 @@ class TestTokenLogProbs:
     def test_carries_the_gradient_of_the_logits(self):
         """d log softmax(z)[y] / d z = onehot(y) - softmax(z)."""
         logits = self.LOGITS.clone().requires_grad_()
-        gradient, = torch.autograd.grad(gspo.token_log_probs(logits, torch.tensor([[1, 0]])).sum(), logits)
+        gradient = gradient_of(gspo.token_log_probs(logits, torch.tensor([[1, 0]])), logits)
         check(gradient, [[[-1 / 8, 6 / 8, -5 / 8], [4 / 8, -2 / 8, -2 / 8]]], "the gradient must reach the logits")
 
     def test_refuses_shapes_that_do_not_fit(self):
@@ -281,12 +285,15 @@ class TestSequenceRatio:
 
     def test_has_the_gradient_s_over_length_on_every_token(self):
         new, old = example(NAN)
-        new, old = new.requires_grad_(), old.requires_grad_()
-        gspo.sequence_ratio(new, old, MASK).sum().backward()
+        new.requires_grad_()
+        got = gradient_of(gspo.sequence_ratio(new, old, MASK), new)
         expected = torch.tensor([s / n for s, n in zip([*SEQUENCE_RATIOS, 1], [2, 4, 3, 2, 1])])[:, None] * MASK
-        check(new.grad, expected,
-              "ds/dlog_prob = s / |y| on the response's tokens and 0 on padding, NaN there or not")
-        if old.grad is not None and bool((old.grad.nan_to_num(1) != 0).any()):
+        check(got, expected, "ds/dlog_prob = s / |y| on the response's tokens and 0 on padding, NaN there or not")
+
+    def test_gives_the_old_log_probs_no_gradient(self):
+        new, old = (x.requires_grad_() for x in example())
+        gspo.sequence_ratio(new, old, MASK).sum().backward()
+        if old.grad is not None and bool((old.grad != 0).any()):
             fail("old_log_probs never gets a gradient: detach it", f"got {old.grad.tolist()}")
 
     def test_computes_in_float32_at_least(self):
@@ -323,8 +330,8 @@ class TestClippedObjective:
         got = gspo.clipped_objective(r, torch.tensor([advantage]), *RANGE)
         hint = f"r = {ratio}, A = {advantage}, range 0.8 to 1.5: min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)"
         check(got, [value], hint)
-        got.sum().backward()
-        check(r.grad, [slope], f"{hint}: its slope is A where the min takes r A, and 0 where the clip holds")
+        check(gradient_of(got, r), [slope],
+              f"{hint}: its slope is A where the min takes r A, and 0 where the clip holds")
 
     def test_is_elementwise(self):
         ratio, advantage, value = (torch.tensor(x) for x in list(zip(*self.TABLE))[:3])
