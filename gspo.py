@@ -1,17 +1,18 @@
 r"""GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): the maths, and nothing else.
 
 Pure functions on tensors; no model, no tokenizer, no config. Copy this file and it works. What it does NOT do:
-sample, score, shard or train (train_math.py does), and add a KL penalty (the paper's objective has none).
+sample, score, shard or train (train_math.py trains), and add a KL penalty (the paper leaves it out for brevity).
 
 Words: B responses, the `group_size` responses to one prompt side by side; T the padded response length; V the
 vocabulary. `log_probs` and `old_log_probs` (B, T) hold log \pi_\theta(y_{i,t} | x, y_{i,<t}) as it is now and as it
 was when the responses were sampled; `mask` (B, T) is 1 on response tokens, the end token included, 0 elsewhere.
+On response tokens log-probs are finite, and differ by less than 88, where a float32 ratio overflows.
 Equations have their numbers in arXiv v2, and names, since other versions may number differently.
 
-Promises, of every function below:
-  - it computes in float32 or better whatever it is given (bfloat16 cannot even hold 1 + 3e-4);
-  - padding may hold anything, NaN and -inf included: neither value nor gradient sees it;
-  - a response without tokens has value 0 and gradient 0, and still counts in the mean over responses;
+Promises:
+  - every function computes in float32 or better whatever it is given (bfloat16 cannot even hold 1 + 3e-4);
+  - where there is a mask, padding may hold anything, NaN and -inf included: neither value nor gradient sees it;
+  - in a loss, a response without tokens has value 0 and gradient 0, and still counts in the mean over responses;
   - `old_log_probs` never gets a gradient;
   - a loss is a sum over responses divided by `denominator` (default: the B given). Micro-batches, gradient
     accumulation and data parallelism are exact when every call gets the same denominator: the responses in the
@@ -70,7 +71,8 @@ def group_advantages(rewards, group_size, std_eps=1e-4):
     groups = _float(rewards).reshape(-1, group_size)
     groups = groups - groups[:, :1]  # shifts no advantage, and equal rewards become 0 before a mean can round them
     centred = groups - groups.mean(dim=1, keepdim=True)
-    return (centred / (groups.std(dim=1, keepdim=True) + std_eps)).flatten()
+    advantages = centred / (groups.std(dim=1, keepdim=True) + std_eps)
+    return advantages.masked_fill(centred == 0, 0).flatten()  # 0 / 0 where std_eps = 0, too
 
 
 def token_log_probs(logits, tokens, temperature=1.0):

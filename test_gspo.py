@@ -1,6 +1,6 @@
 r"""The specification of gspo.py and train_math.py, and the grader of a student's gspo.py.
 
-    python -m pytest                                          test both, under a minute on a CPU
+    python -m pytest                                          test both, about a minute on a CPU
     python test_gspo.py > my_gspo.py                          write the assignment: gspo.py without its bodies
     GSPO=my_gspo.py python -m pytest -x test_gspo.py          grade it (PowerShell: $env:GSPO="my_gspo.py")
 
@@ -61,8 +61,7 @@ def fail(hint, *details):
 
 
 def check(got, expected, hint, tolerance=1e-5):
-    """got equals expected within the tolerance (relative to the largest number expected), or the test fails
-    with the hint."""
+    """Each element of got is within tolerance * (1 + |expected|) of expected, or the test fails with the hint."""
     if not isinstance(got, torch.Tensor):
         fail(hint, f"got {got!r}, expected a tensor")
     got, expected = got.detach().double(), torch.as_tensor(expected, dtype=torch.float64)
@@ -897,6 +896,28 @@ class TestTraining:
         for parameter, gradient in zip(model.parameters(), gradients[0]):
             assert torch.allclose(parameter.grad, gradient, atol=1e-5)
 
+    def test_scores_each_response_against_its_own_question(self, tm, tmp_path, monkeypatch):
+        """Prompts, responses and gold answers must stay in one order: group by group."""
+        seen, sample, build = {}, tm.rollout, tm.build_minibatches
+
+        def reward(prompts, completions, answer):
+            seen["answers"] = answer
+            return [float(i % 3 == 0) for i in range(len(completions))]
+
+        def rollout(model, prompts, group_size, *rest):
+            if group_size > 1:
+                seen["asked"] = prompts
+            return sample(model, prompts, group_size, *rest)
+
+        monkeypatch.setattr(tm, "correctness_reward", reward)
+        monkeypatch.setattr(tm, "rollout", rollout)
+        monkeypatch.setattr(tm, "build_minibatches", lambda *a: seen.update(prompts=a[0]) or build(*a))
+        s, _ = run(tm, tmp_path / "a", "--max_steps", "1")
+        tokenizer = tm.tiny_tokenizer()
+        answers = {tuple(tm.encode_prompt(tokenizer, q["question"])): q["answer"] for q in tm.tiny_questions(0)}
+        assert seen["prompts"] == [prompt for prompt in seen["asked"] for _ in range(s.group_size)]
+        assert seen["answers"] == [answers[tuple(prompt)] for prompt in seen["prompts"]]
+
     def test_leaves_the_weights_alone_where_all_rewards_are_equal(self, tm, tmp_path, monkeypatch):
         monkeypatch.setattr(tm, "correctness_reward", lambda prompts, completions, answer: [0.3] * len(completions))
         s, rows = run(tm, tmp_path / "a", "--max_steps", "2")
@@ -970,6 +991,17 @@ test_gspo.run(train_math, {str(tmp_path / "killed")!r})
         _, rows = run(tm, tmp_path / "killed", "--resume")
         assert without_clocks(rows) == without_clocks(expected)
 
+    def test_keeps_the_last_checkpoint_and_what_is_not_its_own(self, tm, parity, tmp_path, capsys):
+        run(tm, tmp_path / "a", "--max_steps", "2")
+        for name in ("checkpoint-2-mine-3", "checkpoint-best1", "checkpoint-1"):
+            (tmp_path / "a" / name).mkdir()
+        run(tm, tmp_path / "a", "--max_steps", "4", "--resume")
+        assert {p.name for p in (tmp_path / "a").glob("checkpoint*")} == {
+            "checkpoint-4", "checkpoint-2-mine-3", "checkpoint-best1"}
+        (tmp_path / "a" / "checkpoint-4" / "optimizer.pt").write_bytes(b"cut")
+        with pytest.raises(tm.Problem, match="optimizer.pt cannot be loaded"):
+            run(tm, tmp_path / "a", "--max_steps", "6", "--resume")
+
     def test_saves_when_told_to_stop_and_goes_on_later(self, tm, parity, tmp_path):
         _, expected = run(tm, tmp_path / "whole")
         s = tm.parse_settings(["--tiny", "--output_dir", str(tmp_path / "stopped"), *FAST])
@@ -1002,6 +1034,7 @@ class TestCommandLine:
         ("--learning_rate -1", "--learning_rate"), ("--eps_low 0", "--eps_low"), ("--eps_low 1", "--eps_low"),
         ("--eps_high inf", "--eps_high"), ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
         ("--max_grad_norm 0", "--max_grad_norm"), ("--device tpu9", "--device"), ("--seed -1", "--seed"),
+        ("--device meta", "--device"), ("--seed 99999999999999999", "--seed"),
         ("--tiny --model x", "--model"), ("--tiny --dataset x", "--dataset"),
         ("--format_weight -1", "--format_weight"),
         ("--dataset nowhere.jsonl", "nowhere.jsonl"), ("--tiny maybe", "maybe"), ("stray", "stray"),
@@ -1076,7 +1109,9 @@ class TestCommandLine:
         monkeypatch.setattr(tm, "report_step", lambda output, s, row: (
             report(output, s, row), os.kill(os.getpid(), signal.SIGINT) if row["step"] == 3 else None))
         try:
-            tm.main(["--tiny", *FAST, "--output_dir", str(tmp_path / "a")])
+            with pytest.raises(SystemExit) as stop:
+                tm.main(["--tiny", *FAST, "--output_dir", str(tmp_path / "a")])
+            assert stop.value.code == 130
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         assert tm.last_checkpoint(tmp_path / "a")[1] == 3 and "--resume" in capsys.readouterr().out

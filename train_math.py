@@ -97,8 +97,8 @@ def parse_settings(argv=None):
         parser.set_defaults(**TINY)
     s = Settings(**vars(parser.parse_args(argv)))
     for name, value in asdict(s).items():
-        if name in AT_LEAST and not AT_LEAST[name] <= value < math.inf:
-            parser.error(f"--{name} {value} must be at least {AT_LEAST[name]}")
+        if name in AT_LEAST and not AT_LEAST[name] <= value < 2**31:
+            parser.error(f"--{name} {value} must be at least {AT_LEAST[name]}, and below 2**31")
         if name in ABOVE and value is not None and not ABOVE[name] < value < math.inf:
             parser.error(f"--{name} {value} must be above {ABOVE[name]}")
         if s.tiny and name in ("model", "dataset", "eval_dataset") and value != getattr(Settings, name):
@@ -114,7 +114,7 @@ def parse_settings(argv=None):
     if s.device == "auto":
         s.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=s.device)
+        torch.zeros(1, device=s.device).tolist()
     except (RuntimeError, AssertionError) as error:
         parser.error(f"--device {s.device} cannot be used here: {one_line(error)}")
     return s
@@ -214,7 +214,8 @@ def load_data(s):
 
 
 def tiny_questions(seed):
-    """7,840 word problems of one line, with worked answers in GSM8K's manner, shuffled."""
+    """7,840 word problems of one line, with worked answers in GSM8K's manner, shuffled. They ask for 392 products in 20
+    wordings each: what is held out of them is new in its wording, not in its arithmetic."""
     rows = []
     for a in range(11, 60):
         for b in range(2, 10):
@@ -374,12 +375,11 @@ def micro_batch(prompts, responses, device, advantages=None):
 
 
 def build_minibatches(prompts, responses, advantages, s):
-    """The rollout as `minibatches` lists of micro-batches, of like lengths and at most micro_batch_tokens (or
-    one row).
+    """The rollout as `minibatches` lists of micro-batches, of like lengths, at most micro_batch_tokens (or one row).
 
-    Built once, so that the old and the new forward see a response with the same padding and neighbours: in
-    low precision other padding alone moves log s out of GSPO's clip range. Responses of advantage 0 have no
-    gradient: they are left out here, and still count in the denominator."""
+    Built once, so that the old and the new forward see a response with the same padding and neighbours: other
+    padding rounds otherwise, and GSPO's clip range is narrow enough to feel it. Responses of advantage 0 have
+    no gradient: they are left out here, and still count in the denominator."""
     minibatches = []
     for rows in torch.arange(len(responses)).chunk(s.minibatches):
         parts, lengths = [], {i: len(prompts[i]) + len(responses[i]) for i in rows.tolist() if advantages[i] != 0}
@@ -404,7 +404,7 @@ def response_log_probs(model, batch, temperature, chunk=512):
     def log_probs(hidden, tokens):
         return token_log_probs(head(hidden)[None], tokens[None], temperature)[0]
 
-    flat = torch.cat([checkpoint(log_probs, h, y, use_reentrant=False)
+    flat = torch.cat([checkpoint(log_probs, h, y, use_reentrant=False, preserve_rng_state=False)
                       for h, y in zip(hidden.split(chunk), tokens.split(chunk))])
     return flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
 
@@ -455,10 +455,9 @@ def cold_start(model, tokenizer, questions, s):
 def observe(batch, log_probs, loss, s):
     """A micro-batch's loss, each response's log s, the number of tokens, and how many the clip took out."""
     with torch.no_grad():
-        ratio, tokens = sequence_ratio(log_probs, batch.old_log_probs, batch.mask), batch.mask.sum().item()
-        log_ratios = ratio.log().tolist()
-        if s.algorithm == "grpo":  # which clips each token's own ratio
-            ratio = (log_probs - batch.old_log_probs).exp()
+        log_ratio, tokens = log_probs - batch.old_log_probs, batch.mask.sum().item()  # both 0 off the mask
+        log_ratios = (log_ratio.sum(dim=1) / batch.mask.sum(dim=1)).tolist()  # log s: an exp and a log would round it
+        ratio = log_ratio.exp() if s.algorithm == "grpo" else sequence_ratio(log_probs, batch.old_log_probs, batch.mask)
         clipped = clip_fraction(ratio, batch.advantages, batch.mask, s.eps_low, s.eps_high).item() * tokens
     return {"loss": loss.item(), "log_ratios": log_ratios, "tokens": tokens, "clipped": clipped}
 
@@ -524,11 +523,13 @@ class Clock:
     """The seconds of a step by phase; the progress bar shows the phase that is on."""
 
     def __init__(self, bar, device):
-        self.bar, self.on_gpu, self.seconds, self.phase = bar, device.startswith("cuda"), {}, None
+        self.bar, self.gpu, self.seconds, self.phase = bar, device.startswith("cuda") and device, {}, None
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats(device)
 
     def start(self, phase):
-        if self.on_gpu:
-            torch.cuda.synchronize()  # the GPU may still be at work on what the phase before gave it
+        if self.gpu:
+            torch.cuda.synchronize(self.gpu)  # it may still be at work on what the phase before gave it
         if self.phase:
             self.seconds[f"seconds_{self.phase}"] = time.perf_counter() - self.began
         self.phase, self.began = phase, time.perf_counter()
@@ -537,7 +538,7 @@ class Clock:
     def metrics(self, tokens):
         total = sum(self.seconds.values())
         return {"seconds": total, **self.seconds, "tokens_per_second": tokens / total,
-                "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20 if self.on_gpu else process_peak_mb()}
+                "peak_memory_mb": torch.cuda.max_memory_allocated(self.gpu) / 2**20 if self.gpu else process_peak_mb()}
 
 
 def process_peak_mb():
@@ -556,7 +557,7 @@ def append(path, row):
 def read(path):
     """The rows of a .jsonl that `append` wrote, but for a last line that a kill cut short."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    return list(filter(None, map(parse_row, text.split("\n"))))
 
 
 def report_step(output, s, row):
@@ -614,15 +615,20 @@ def draw(output, s):
     plt.close(figure)
 
 
+def checkpoints(output):
+    """{step: folder} of the whole checkpoints."""
+    return {int(p.name[11:]): p for p in Path(output).glob("checkpoint-*") if p.name[11:].isdecimal()}
+
+
 def last_checkpoint(output):
     """(folder, step) of the newest whole checkpoint, or (None, -1)."""
-    steps = [int(p.name.split("-")[1]) for p in Path(output).glob("checkpoint-*[0-9]")]
-    return (Path(output) / f"checkpoint-{max(steps)}", max(steps)) if steps else (None, -1)
+    step, folder = max(checkpoints(output).items(), default=(-1, None))
+    return folder, step
 
 
 def save(output, step, model, tokenizer, optimizer):
-    """checkpoint-STEP, which `from_pretrained` loads: written aside, renamed when whole, and only then the
-    older ones go. It needs no random states and no data position: both follow from the seed and the step."""
+    """checkpoint-STEP, which `from_pretrained` loads: written aside, renamed when whole, and only then those
+    before it go. It needs no random states and no data position: both follow from the seed and the step."""
     aside = output / "checkpoint.partial"
     shutil.rmtree(aside, ignore_errors=True)
     transformers_logging.disable_progress_bar()
@@ -630,9 +636,9 @@ def save(output, step, model, tokenizer, optimizer):
     tokenizer.save_pretrained(aside)
     torch.save(optimizer.state_dict(), aside / "optimizer.pt")
     os.rename(aside, output / f"checkpoint-{step}")
-    for old in output.glob("checkpoint-*[0-9]"):
-        if old.name != f"checkpoint-{step}":
-            shutil.rmtree(old)
+    for other, folder in checkpoints(output).items():
+        if other != step:
+            shutil.rmtree(folder)
 
 
 def check_output(s):
@@ -642,8 +648,8 @@ def check_output(s):
         output.mkdir(parents=True, exist_ok=True)
         held = any(path.suffix != ".partial" for path in output.iterdir())
         if held and s.resume:
-            before = json.loads((output / "settings.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+            before = dict(json.loads((output / "settings.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise Problem(f"--output_dir {output} cannot be used{' to resume' if s.resume else ''}: {error}") from None
     if held and not s.resume:
         raise Problem(f"--output_dir {output} is not empty: --resume goes on with a run in it, another --output_dir "
@@ -690,7 +696,10 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
     saved, first = last_checkpoint(output)
     if saved:
-        optimizer.load_state_dict(torch.load(saved / "optimizer.pt", map_location=s.device))
+        try:
+            optimizer.load_state_dict(torch.load(saved / "optimizer.pt", map_location=s.device))
+        except Exception as error:  # a damaged file raises what it likes
+            raise Problem(f"{saved}/optimizer.pt cannot be loaded: {one_line(error)}") from None
     else:
         first = 0
         report_evaluation(output, 0, model, tokenizer, held_out, s)
@@ -724,7 +733,7 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
         # that has moved. With minibatches = epochs = 1 the ratio is always 1, and GSPO is REINFORCE with a
         # group baseline.
         clock.start("update")
-        optimizer.param_groups[0]["lr"] = s.learning_rate * (1 - 0.9 * (step - 1) / s.max_steps)
+        optimizer.param_groups[0]["lr"] = s.learning_rate * (1 - 0.9 * (step - 1) / max(1, s.max_steps - 1))
         observed, grad_norms = [], []
         for minibatch in filter(None, minibatches * s.epochs):  # one of equal rewards alone teaches nothing
             observed.append([])
@@ -744,12 +753,12 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
             "step": step, "reward": rewards.mean().item(), "accuracy": correct.mean().item(),
             "format": formatted.mean().item(), **summarise_rollout(responses, sampled_log_probs, advantages, s),
             **summarise_updates(observed, grad_norms), **clock.metrics(sum(map(len, responses)))})
-        last = step == s.max_steps or stop()
         if step % s.eval_steps == 0 or step == s.max_steps:
             report_evaluation(output, step, model, tokenizer, held_out, s)
+        last = step == s.max_steps or stop()
         if step % s.save_steps == 0 or last:
-            save(output, step, model, tokenizer, optimizer)
             draw(output, s)
+            save(output, step, model, tokenizer, optimizer)
         if last:
             break
     return read(output / "metrics.jsonl")
@@ -760,7 +769,7 @@ def main(argv=None):
     if s.tiny:
         torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     if s.device.startswith("cuda"):
-        torch.set_float32_matmul_precision("high")  # TF32 matmuls: float32's range at several times its speed
+        torch.set_float32_matmul_precision("high")  # TF32 in matmuls: faster, of float32's range
     interrupted = []
 
     def interrupt(*_):
@@ -779,7 +788,7 @@ def main(argv=None):
             cold_start(model, tokenizer, questions, s)
         signal.signal(signal.SIGINT, interrupt)
         train(s, model, tokenizer, questions, held_out, stop=lambda: bool(interrupted))
-    except Problem as problem:
+    except (Problem, OSError) as problem:  # such as a disk that is full
         sys.exit(f"train_math.py: {problem}")
     except KeyboardInterrupt:
         sys.exit(f"\nstopped; --resume goes on from {last_checkpoint(s.output_dir)[0] or 'the beginning'}")
@@ -788,8 +797,11 @@ def main(argv=None):
             raise
         sys.exit("train_math.py: out of memory: for the update lower --micro_batch_tokens (the result stays the "
                  "same), for the rollout --group_size, --prompts_per_step or --max_completion_length")
-    print(f"{'interrupted, --resume goes on' if interrupted else 'done'}: {s.output_dir}/metrics.png shows the run, "
-          f"{last_checkpoint(s.output_dir)[0]} is the model")
+    saved, step = last_checkpoint(s.output_dir)
+    print(f"{s.output_dir}/metrics.png shows the run, {saved} is the model after step {step} of {s.max_steps}")
+    if step < s.max_steps:
+        print("interrupted: --resume goes on")
+        sys.exit(130)  # as after any Ctrl-C
 
 
 if __name__ == "__main__":

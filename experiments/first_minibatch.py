@@ -35,4 +35,4 @@ if __name__ == "__main__":
                 row = {"model": Path(name).name, **row}
                 train_math.append(RESULTS, row)
                 print(f"{row['model']}, step {row['step']}: max |log s| of the first minibatch "
-                      f"{row['log_ratio_first_max']}, std of log s later {row['log_ratio_std']:.1e}")
+                      f"{row['log_ratio_first_max']}, std of log s later {row['log_ratio_std'] or 0:.1e}")

@@ -4,7 +4,7 @@
 
 FOLDER holds GSM8K's train.jsonl and test.jsonl. Questions of one or two steps and fewer than 220 characters
 are kept. A model of this size knows next to no arithmetic, so what is left to learn is the format, and
---format_weight pays for it. About 40 s a step on two cores.
+--format_weight pays for it. About a minute a step on one CPU core.
 """
 import argparse
 import json
