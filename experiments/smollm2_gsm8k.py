@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_math
 
 FLAGS = """--cold_start_steps 12 --prompts_per_step 4 --group_size 8 --minibatches 4 --max_completion_length 96
-           --learning_rate 1e-5 --max_steps 48 --eval_steps 16 --eval_size 64 --save_steps 8""".split()
+           --learning_rate 1e-5 --max_steps 32 --eval_steps 16 --eval_size 64 --save_steps 8""".split()
 
 
 def short_questions(source, target):
