@@ -876,8 +876,9 @@ class TestTraining:
         mean over responses of A times the mean log-prob."""
         rollouts, gradients, build = [], [], tm.build_minibatches
         monkeypatch.setattr(tm, "build_minibatches", lambda *a: rollouts.append(a) or build(*a))
-        monkeypatch.setattr(tm, "require_finite",
-                            lambda *a: gradients.append([p.grad.clone() for p in model.parameters()]))
+        clip = torch.nn.utils.clip_grad_norm_
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: (
+            gradients.append([p.grad.clone() for p in model.parameters()]), clip(parameters, norm))[1])
         s = tm.parse_settings(["--tiny", "--output_dir", str(tmp_path), *FAST, "--minibatches", "1",
                                "--max_steps", "1", "--max_grad_norm", "1e9", "--temperature", "0.8",
                                "--micro_batch_tokens", "200"])
@@ -1012,6 +1013,17 @@ test_gspo.run(train_math, {str(tmp_path / "killed")!r})
         assert len(rows) == 1 and tm.last_checkpoint(s.output_dir)[1] == 1
         assert without_clocks(run(tm, tmp_path / "stopped", "--resume")[1]) == without_clocks(expected)
 
+    def test_never_saves_weights_that_are_not_finite(self, tm, parity, tmp_path, monkeypatch):
+        monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: self.param_groups[0]["params"][0].data.fill_(INF))
+        with pytest.raises(tm.Problem, match="step 1: .*not finite.*checkpoint-0 is good"):
+            run(tm, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
+
+    def test_says_so_when_the_logits_are_nan(self, tm, tiny):
+        model = tm.tiny_model(tiny[1], seed=0)
+        model.lm_head.weight.data.fill_(NAN)
+        with pytest.raises(tm.Problem, match="NaN"):
+            tm.rollout(model, [[5, 6]], 2, 3, 1.0, torch.tensor([1]))
+
     @pytest.mark.parametrize("bad", [NAN, INF])
     def test_stops_at_a_loss_that_is_not_finite_and_keeps_the_checkpoint(self, tm, parity, tmp_path, monkeypatch, bad):
         calls = iter(range(1000))
@@ -1047,7 +1059,7 @@ class TestCommandLine:
         assert word in exits(tm, capsys, *flags.split())
 
     @pytest.mark.parametrize("text, word", [
-        ("", "q.jsonl"), ("no json\n", "q.jsonl"), ('{"question": "?"}\n', "answer"),
+        ("", "no question"), ("no json\n", "q.jsonl"), ('{"question": "?"}\n', "answer"),
         ('{"answer": "#### 1"}\n', "question"),
         ('{"question": "?", "answer": 1}\n', "answer"), ("[1]\n", "question"),
         ('{"question": "?", "answer": "#### 1"}\n{"question": "?", "answer": "one"}\n', "row 2"),
@@ -1081,6 +1093,8 @@ class TestCommandLine:
         (tmp_path / "other" / "thesis.txt").write_text("mine")
         assert "other" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other"))
         assert "resume" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other"), "--resume")
+        (tmp_path / "a" / "checkpoint-6").rename(tmp_path / "elsewhere")
+        assert "no checkpoint" in exits(tm, capsys, *flags, "--resume")
         assert "thesis.txt" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other" / "thesis.txt"))
         assert {path: path.read_bytes() for path in (tmp_path / "a").glob("*.*")} == before
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser,
@@ -84,8 +85,8 @@ TINY = dict(prompts_per_step=16, max_completion_length=40, format_weight=0.0, le
             eval_steps=15, eval_size=256, save_steps=5, cold_start_steps=460)
 AT_LEAST = dict(group_size=2, prompts_per_step=1, minibatches=1, epochs=1, micro_batch_tokens=1, max_steps=1,
                 max_completion_length=1, eval_steps=1, save_steps=1, seed=0, eval_size=0, cold_start_steps=0,
-                format_weight=0)
-ABOVE = dict(temperature=0, learning_rate=0, max_grad_norm=0, eps_low=0, eps_high=0)
+                format_weight=0, temperature=0.01)
+ABOVE = dict(learning_rate=0, max_grad_norm=0, eps_low=0, eps_high=0)
 MAY_CHANGE_ON_RESUME = {"resume", "max_steps", "save_steps", "micro_batch_tokens", "device"}
 
 
@@ -99,8 +100,8 @@ def parse_settings(argv=None):
     for name, value in asdict(s).items():
         if name in AT_LEAST and not AT_LEAST[name] <= value < 2**31:
             parser.error(f"--{name} {value} must be at least {AT_LEAST[name]}, and below 2**31")
-        if name in ABOVE and value is not None and not ABOVE[name] < value < math.inf:
-            parser.error(f"--{name} {value} must be above {ABOVE[name]}")
+        if name in ABOVE and value is not None and not ABOVE[name] < value < 2**31:
+            parser.error(f"--{name} {value} must be above {ABOVE[name]}, and below 2**31")
         if s.tiny and name in ("model", "dataset", "eval_dataset") and value != getattr(Settings, name):
             parser.error(f"--{name} does not go with --tiny, which makes its own")
     if s.prompts_per_step % s.minibatches:
@@ -172,6 +173,10 @@ def format_reward(prompts, completions, **kwargs):
     return [float(extract_answer(completion_text(c)) is not None) for c in completions]
 
 
+def is_file(dataset):
+    return dataset.endswith(".jsonl") or os.path.exists(dataset)
+
+
 def parse_row(line):
     try:
         return json.loads(line)
@@ -182,8 +187,9 @@ def parse_row(line):
 def load_questions(name, split):
     """A .jsonl file, or a split of a hub dataset, as a list of {"question", "answer"}."""
     try:
-        if name.endswith(".jsonl") or os.path.exists(name):
-            rows = list(map(parse_row, Path(name).read_text(encoding="utf-8").rstrip("\n").split("\n")))
+        if is_file(name):
+            lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
+            rows = [parse_row(line) for line in lines if line.strip()]
         else:
             from datasets import load_dataset
             rows = list(load_dataset(name, "main" if name == "openai/gsm8k" else None, split=split))
@@ -203,13 +209,13 @@ def load_data(s):
     questions = tiny_questions(s.seed) if s.tiny else load_questions(s.dataset, "train")
     if s.eval_dataset:
         held_out = load_questions(s.eval_dataset, "test")
-    elif s.tiny or s.dataset.endswith(".jsonl"):
+    elif s.tiny or is_file(s.dataset):
         held_out = questions[max(0, len(questions) - s.eval_size):]
         questions = questions[:-s.eval_size or None]
     else:
         held_out = load_questions(s.dataset, "test")
     if not questions:
-        raise Problem(f"--eval_size {s.eval_size} holds out every question, so none is left to train on")
+        raise Problem(f"dataset {s.dataset}: no question to train on beside --eval_size {s.eval_size} held out")
     return questions, held_out[:s.eval_size]
 
 
@@ -250,9 +256,10 @@ def load(name, s):
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except Exception as error:  # no such folder or hub id, no network, a damaged file
-        raise Problem(f"--model {name} cannot be loaded as a hub id or a folder: {one_line(error)}") from None
+        kind = "is a folder that" if os.path.isdir(name) else "is no folder here, and as a hub id"
+        raise Problem(f"model {name} {kind} cannot be loaded: {one_line(error)}") from None
     if tokenizer.eos_token_id is None:
-        raise Problem(f"--model {name}: its tokenizer has no end token, so no response could end")
+        raise Problem(f"model {name}: its tokenizer has no end token, so no response could end")
     return model.to(s.device).eval(), tokenizer  # eval: dropout would move the ratios
 
 
@@ -288,9 +295,14 @@ def encode_prompt(tokenizer, question):
 
 
 def check_model(model, tokenizer, questions, s):
-    """Problem if prompt and response may not fit, or if the logits are more than a head on the last hidden
-    state."""
-    prompts = [encode_prompt(tokenizer, row["question"]) for row in questions]
+    """Problem if the model cannot take the questions, or its logits are more than a head on the last hidden state."""
+    try:
+        prompts = [encode_prompt(tokenizer, row["question"]) for row in questions]
+        largest = max(map(max, prompts))
+    except Exception as error:  # a chat template or a tokenizer raises what it likes
+        raise Problem(f"model {s.model}: its tokenizer cannot encode the questions: {one_line(error)}") from None
+    if largest >= model.get_input_embeddings().num_embeddings:
+        raise Problem(f"model {s.model}: its tokenizer has token {largest}, which the model lacks: not a pair")
     longest, room = max(map(len, prompts)), getattr(model.config, "max_position_embeddings", math.inf)
     if longest + s.max_completion_length > room:
         raise Problem(f"--max_completion_length {s.max_completion_length} and the longest prompt, {longest} tokens, "
@@ -299,7 +311,8 @@ def check_model(model, tokenizer, questions, s):
         ids = torch.tensor([prompts[0]], device=model.device)
         logits = model.get_output_embeddings()(model.base_model(input_ids=ids).last_hidden_state)
         if not torch.allclose(model(input_ids=ids).logits, logits, atol=1e-2):
-            raise Problem(f"--model {s.model}: {type(model).__name__} scales its logits, which is not supported here")
+            raise Problem(f"model {s.model}: its logits are not finite, or {type(model).__name__} scales them, which "
+                          "this script does not")
 
 
 def end_tokens(model, tokenizer):
@@ -329,6 +342,8 @@ def rollout(model, prompts, group_size, max_length, temperature, ends):
     cache = DynamicCache(config=model.config)
     forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
     logits = forward(input_ids=ids, attention_mask=mask, position_ids=position).logits[:, -1]
+    if logits.isnan().any():
+        raise Problem("the model's logits are NaN: its weights are damaged, or the --learning_rate was too high")
     cache.batch_repeat_interleave(group_size)
     logits, mask, position = (x.repeat_interleave(group_size, dim=0) for x in (logits, mask, position[:, -1:]))
     rows = torch.arange(len(logits), device=model.device)  # the response that each row of the batch is writing
@@ -445,7 +460,7 @@ def cold_start(model, tokenizer, questions, s):
     skill = reward = evaluate(model, tokenizer, probe, s, temperature=1.0)[0]["strict"]
     if skill < 0.95:
         raise Problem(f"the cold start reached a skill of {skill:.2f}, not .95, and RL at this size teaches no "
-                      f"arithmetic: raise --cold_start_steps {s.cold_start_steps}")
+                      f"arithmetic: raise --cold_start_steps {s.cold_start_steps} and --resume, to start over")
     while reward >= 0.3:
         supervise(model, tokenizer, lambda: sloppy(rng.choice(questions), rng), 5, 48, 1e-3, "cold start: habit")
         reward = evaluate(model, tokenizer, probe, s, temperature=1.0)[0]["strict"]
@@ -462,12 +477,11 @@ def observe(batch, log_probs, loss, s):
     return {"loss": loss.item(), "log_ratios": log_ratios, "tokens": tokens, "clipped": clipped}
 
 
-def require_finite(step, observed, grad_norm, output):
-    """Problem if a loss or the gradient is not finite, before the weights take it."""
-    if not math.isfinite(grad_norm + sum(o["loss"] for o in observed)):
-        raise Problem(f"step {step}: a loss or the gradient is not finite: stopped before the weights took it. "
-                      f"{last_checkpoint(output)[0]} is good: a new run may start from it, as --model, with a "
-                      "lower --learning_rate")
+def require_finite(finite, step, output):
+    """Problem unless `finite`, before anything that is not gets saved."""
+    if not finite:
+        raise Problem(f"step {step}: a loss, the gradient or the weights are not finite. {last_checkpoint(output)[0]} "
+                      "is good: a new run may start from it, as --model, with a lower --learning_rate")
 
 
 def summarise_rollout(responses, sampled_log_probs, advantages, s):
@@ -556,7 +570,7 @@ def append(path, row):
 
 def read(path):
     """The rows of a .jsonl that `append` wrote, but for a last line that a kill cut short."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return list(filter(None, map(parse_row, text.split("\n"))))
 
 
@@ -646,6 +660,8 @@ def check_output(s):
     output = Path(s.output_dir)
     try:
         output.mkdir(parents=True, exist_ok=True)
+        (output / "probe.partial").write_text("can this folder be written to?")
+        (output / "probe.partial").unlink()
         held = any(path.suffix != ".partial" for path in output.iterdir())
         if held and s.resume:
             before = dict(json.loads((output / "settings.json").read_text(encoding="utf-8")))
@@ -654,6 +670,10 @@ def check_output(s):
     if held and not s.resume:
         raise Problem(f"--output_dir {output} is not empty: --resume goes on with a run in it, another --output_dir "
                       "starts one")
+    if s.resume and not last_checkpoint(output)[0]:
+        if read(output / "metrics.jsonl"):
+            raise Problem(f"--resume: {output} has the metrics of a run, and no checkpoint to go on from")
+        return print(f"no checkpoint in {output} yet: starting at the beginning")
     for name, value in asdict(s).items():
         if held and before.get(name) != value and name not in MAY_CHANGE_ON_RESUME:
             raise Problem(f"--resume: the run in {output} has --{name} {before.get(name)}, not {value}")
@@ -744,9 +764,10 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
                 loss.backward()
                 observed[-1].append(observe(batch, log_probs, loss, s))
             grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm).item())
-            require_finite(step, observed[-1], grad_norms[-1], output)
+            require_finite(math.isfinite(grad_norms[-1] + sum(o["loss"] for o in observed[-1])), step, output)
             optimizer.step()
             optimizer.zero_grad()
+        require_finite(all(p.isfinite().all() for p in model.parameters()), step, output)
 
         clock.start("report")
         report_step(output, s, {
@@ -765,6 +786,8 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
 
 
 def main(argv=None):
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a console that lacks a character must not end a run
     s = parse_settings(argv)
     if s.tiny:
         torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
@@ -788,7 +811,7 @@ def main(argv=None):
             cold_start(model, tokenizer, questions, s)
         signal.signal(signal.SIGINT, interrupt)
         train(s, model, tokenizer, questions, held_out, stop=lambda: bool(interrupted))
-    except (Problem, OSError) as problem:  # such as a disk that is full
+    except (Problem, OSError, SafetensorError) as problem:  # such as a disk that is full
         sys.exit(f"train_math.py: {problem}")
     except KeyboardInterrupt:
         sys.exit(f"\nstopped; --resume goes on from {last_checkpoint(s.output_dir)[0] or 'the beginning'}")
@@ -796,7 +819,8 @@ def main(argv=None):
         if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
             raise
         sys.exit("train_math.py: out of memory: for the update lower --micro_batch_tokens (the result stays the "
-                 "same), for the rollout --group_size, --prompts_per_step or --max_completion_length")
+                 "same), for the rollout, in a new --output_dir, --group_size, --prompts_per_step or "
+                 "--max_completion_length")
     saved, step = last_checkpoint(s.output_dir)
     print(f"{s.output_dir}/metrics.png shows the run, {saved} is the model after step {step} of {s.max_steps}")
     if step < s.max_steps:
