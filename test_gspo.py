@@ -1071,6 +1071,20 @@ class TestCommandLine:
                      str(tmp_path / "o"))
         assert word in line and "q.jsonl" in line
 
+    def test_takes_gsm8k_and_its_test_split_from_the_hub(self, tm, monkeypatch):
+        """The hub itself is out of reach of a test; that the right thing is asked of it is not."""
+        import datasets
+        asked = []
+
+        def load_dataset(name, configuration, split):
+            asked.append((name, configuration, split))
+            return datasets.Dataset.from_list([{"question": f"{split} {i}?", "answer": "#### 1"} for i in range(5)])
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        questions, held_out = tm.load_data(tm.parse_settings(["--eval_size", "2"]))
+        assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+        assert len(questions) == 5 and [row["question"] for row in held_out] == ["test 0?", "test 1?"]
+
     def test_refuses_a_folder_that_holds_no_model(self, tm, capsys, tmp_path):
         data = write_jsonl(tmp_path / "q.jsonl", [{"question": "?", "answer": "#### 1"}] * 9)
         (tmp_path / "empty").mkdir()
