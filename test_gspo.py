@@ -699,7 +699,8 @@ class TestRewards:
 
     @pytest.mark.parametrize("text, answer", [
         ("3 and 4", "4"), ("it is $1,200.", "1200"), ("#### 5, not 6", "6"), ("none", None), ("5-3=2", "2"),
-        ("20-18", "18"), ("x = -18", "-18"), ("so 18.", "18")])
+        ("20-18", "18"), ("x = -18", "-18"), ("so 18.", "18"), ("it is...18", "18"), ("-$5", "-5"), (".5", "0.5"),
+        ("a,18", "18"), ("", None), ("1,234 and 5.60 %", "5.6")])
     def test_takes_the_last_number_when_not_strict(self, tm, text, answer):
         assert tm.extract_answer(text, strict=False) == answer
 

@@ -128,9 +128,8 @@ def one_line(error):
 # ---- task and rewards --------------------------------------------------------------------------------------
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
-NUMBER = r"(?<![0-9.,])([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?(?<=[0-9])(?![.,:/^]?[0-9])"
-NUMBER_NEXT = re.compile(r"([ \t$*+−-]*)" + NUMBER)
-NUMBER_ANYWHERE = re.compile(r"((?<![0-9])[+−-]|)\$?" + NUMBER)
+DIGITS = "0123456789"
+NUMBER = re.compile(r"(?:\.{2,}+|,++)?+([0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)?(\.[0-9]++)?(?<=[0-9])(?![.,:/^]?[0-9])")
 
 
 def extract_answer(text, strict=True):
@@ -138,18 +137,22 @@ def extract_answer(text, strict=True):
 
     strict: the number right after the last '####'; otherwise the last number of the text. Commas, $, %, **, a
     trailing point, a leading + or zeros, the unicode minus, and 18.0 for 18 make no difference. Linear in the
-    text's length."""
-    found = None
-    if not strict:
-        for found in NUMBER_ANYWHERE.finditer(text):
-            pass
-    elif "####" in text:
-        found = NUMBER_NEXT.match(text, text.rindex("####") + 4)
+    text's length: milliseconds a megabyte."""
+    if strict:
+        if "####" not in text:
+            return None
+        before = re.compile(r"[ \t$*+−-]*").match(text, text.rindex("####") + 4)
+        start = before.end()
+    else:
+        end = max(map(text.rfind, DIGITS)) + 1
+        start = len(text[:end].rstrip(DIGITS + ".,"))
+        before = re.search(r"(?<![0-9])[−-]?\$?\Z", text[max(0, start - 3):start])  # 5-3 has no -3
+    found = NUMBER.match(text, start)
     if found is None:
         return None
-    sign, whole, decimals = found.groups(default="")
+    whole, decimals = found.groups(default="")
     number = (whole.replace(",", "").lstrip("0") or "0") + decimals.rstrip("0").rstrip(".")
-    return "-" + number if number != "0" and ("-" in sign or "−" in sign) else number
+    return "-" + number if number != "0" and re.search("[−-]", before.group()) else number
 
 
 def completion_text(completion):
