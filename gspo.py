@@ -91,8 +91,8 @@ def sequence_ratio(log_probs, old_log_probs, mask):
     r"""Eq. 7, the sequence's importance ratio: s_i = (\pi_\theta(y_i|x) / \pi_{old}(y_i|x))^{1/|y_i|}, that is, the
     geometric mean of its tokens' ratios.
 
-    log_probs, old_log_probs, mask (B,
-                                    T) -> (B,); 1 for a response without tokens. ValueError: shapes that differ."""
+    log_probs, old_log_probs, mask (B, T) -> (B,); 1 for a response without tokens. ValueError: shapes that
+    differ."""
     return _token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()
 
 
@@ -128,7 +128,7 @@ def gspo_token_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, ep
     log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar. Its gradient is Eq. 17's with the
     sign turned: token t weighs s_i A_{i,t} / |y_i|, or nothing where the clip holds. Advantages that are equal
     within each response give gspo_loss's value and gradient. ValueError: shapes that do not fit."""
-    own = _log_ratio(log_probs, log_probs, mask)  # log(\pi / sg[\pi]): 0, with the gradient of the token itself
+    own = _log_ratio(log_probs, log_probs, mask)  # log(\pi / sg[\pi]): the second is detached, so 0, with a gradient
     ratio = sequence_ratio(log_probs, old_log_probs, mask).detach()[:, None] * own.exp()
     objective = clipped_objective(ratio, _per_token("advantages", advantages, mask), eps_low, eps_high)
     return _loss(_token_mean(objective, mask), denominator)

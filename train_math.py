@@ -237,8 +237,7 @@ def tiny_questions(seed):
 
 
 def sloppy(row, rng):
-    """The same question answered by a teacher who mostly guesses at once, and then is right one time in
-    ten."""
+    """The same question, answered by a teacher who mostly guesses at once and then is seldom right."""
     if rng.random() < 0.25:
         return row
     error = 0 if rng.random() < 0.1 else rng.choice((-20, -10, -1, 1, 10, 20, 100))
@@ -288,8 +287,7 @@ def tiny_model(tokenizer, seed):
 
 
 def encode_prompt(tokenizer, question):
-    """A question's token ids: through the chat template where there is one (Qwen3: without thinking), else
-    plain."""
+    """A question's token ids: through the chat template if there is one (Qwen3: without thinking), else plain."""
     if not tokenizer.chat_template:
         return tokenizer(f"{question}\n").input_ids
     chat = [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
@@ -330,8 +328,7 @@ def end_tokens(model, tokenizer):
 
 @torch.no_grad()
 def rollout(model, prompts, group_size, max_length, temperature, ends):
-    """Sample `group_size` responses to each prompt from the model's own distribution at `temperature` (0:
-    greedy).
+    """Sample `group_size` responses to each prompt from the model itself at `temperature` (0: greedy).
 
     prompts: lists of token ids; ends: ids that end a response (n,). Returns the B responses, group by group,
     as lists of token ids with the end token, and the sampler's log-probs (B, max_length), 0 after the end.
@@ -582,7 +579,8 @@ def report_step(output, s, row):
     append(output / "metrics.jsonl", row)
     tqdm.write(f"step {row['step']}/{s.max_steps}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.3f}  "
                f"format {row['format']:.2f}  length {row['response_length']:.1f}  clipped {row['clip_fraction']:.1%}  "
-               f"std of log s {row['log_ratio_std'] or 0:.1e}  grad {row['grad_norm']:.2f}  {row['seconds']:.1f} s")
+               f"std of log s {'-' if row['log_ratio_std'] is None else format(row['log_ratio_std'], '.1e')}  "
+               f"grad {row['grad_norm']:.2f}  {row['seconds']:.1f} s")
     if row["log_ratio_first_max"]:
         tqdm.write(f"warning: max |log s| of the first minibatch is {row['log_ratio_first_max']:.1e} and should be 0: "
                    "the old log-probs are not this policy's, or rounding is in the ratios")
@@ -615,7 +613,8 @@ def draw(output, s):
     rows, evaluations = read(output / "metrics.jsonl"), read(output / "eval.jsonl")
     figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
     panels = {"reward": "mean reward", "response_length": "response length (tokens)",
-              "clip_fraction": "clip fraction (share of tokens)", "log_ratio_std": "spread of log s (std)"}
+              "clip_fraction": "clip fraction (share of tokens)",
+              "log_ratio_std": "spread of log s (gap: nothing after\nthe first minibatch)"}
     for axis, (name, label) in zip(axes.flat, panels.items()):
         axis.plot([row["step"] for row in rows], [row[name] for row in rows], marker=".", label="samples")
         axis.set(ylabel=label, ylim=(0, None))
@@ -623,8 +622,11 @@ def draw(output, s):
     if evaluations:
         errors = [[abs(e["strict"] - e["strict_interval"][side]) for e in evaluations] for side in (0, 1)]
         axes[0, 0].errorbar([e["step"] for e in evaluations], [e["strict"] for e in evaluations], yerr=errors,
-                            fmt="s", capsize=3, label="held out: right, greedy, 95%")
+                            fmt="s", capsize=3, label="held-out accuracy (greedy, 95% interval)")
         axes[0, 0].legend()
+    if s.algorithm != "grpo":  # whose clip range is of another quantity, the token's ratio
+        axes[1, 1].axhline(s.eps_high, linestyle="--", color="gray", label="upper clip range")
+        axes[1, 1].legend()
     axes[1, 0].set_xlabel("step (rollouts)")
     axes[1, 1].set_xlabel("step (rollouts)")
     figure.suptitle(f"{s.algorithm}, seed {s.seed}: {'tiny word problems' if s.tiny else Path(s.model).name}")
@@ -736,20 +738,21 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
         picked = pick(len(prompts), step, s)
         responses, sampled_log_probs = rollout(model, [prompts[i] for i in picked], s.group_size,
                                                s.max_completion_length, s.temperature, ends)
-        picked = [i for i in picked for _ in range(s.group_size)]  # the prompt of each response
+        asked = [i for i in picked for _ in range(s.group_size)]  # the question of each response
 
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        correct = torch.tensor(correctness_reward(None, texts, answer=[questions[i]["answer"] for i in picked]))
+        correct = torch.tensor(correctness_reward(None, texts, answer=[questions[i]["answer"] for i in asked]))
         formatted = torch.tensor(format_reward(None, texts))
         rewards = correct + s.format_weight * formatted
         advantages = group_advantages(rewards, s.group_size)
 
         # The old log-probs come from the very forward of the update, on its micro-batches; not from the sampler.
         clock.start("old_log_probs")
-        minibatches = build_minibatches([prompts[i] for i in picked], responses, advantages, s)
+        minibatches = build_minibatches([prompts[i] for i in asked], responses, advantages, s)
         with torch.no_grad():
-            for batch in sum(minibatches, []):
-                batch.old_log_probs = response_log_probs(model, batch, s.temperature)
+            for minibatch in minibatches:
+                for batch in minibatch:
+                    batch.old_log_probs = response_log_probs(model, batch, s.temperature)
 
         # ONE ROLLOUT, SEVERAL OPTIMIZER STEPS. In the first minibatch the policy is the one that sampled:
         # every ratio is exactly 1 and no clip can act. Only the later minibatches and epochs meet a policy
@@ -757,13 +760,16 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
         # group baseline.
         clock.start("update")
         optimizer.param_groups[0]["lr"] = s.learning_rate * (1 - 0.9 * (step - 1) / max(1, s.max_steps - 1))
+        size = len(responses) // s.minibatches  # of a minibatch, with the responses that have no gradient
         observed, grad_norms = [], []
-        for minibatch in filter(None, minibatches * s.epochs):  # one of equal rewards alone teaches nothing
+        for minibatch in minibatches * s.epochs:
+            if not minibatch:  # in each of its groups all rewards were equal
+                continue
             observed.append([])
             for batch in minibatch:
                 log_probs = response_log_probs(model, batch, s.temperature)
                 loss = loss_function(log_probs, batch.old_log_probs, batch.advantages, batch.mask, s.eps_low,
-                                     s.eps_high, denominator=len(responses) // s.minibatches)
+                                     s.eps_high, denominator=size)
                 loss.backward()
                 observed[-1].append(observe(batch, log_probs, loss, s))
             grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm).item())
@@ -794,6 +800,8 @@ def main(argv=None):
     s = parse_settings(argv)
     if s.tiny:
         torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
+    elif s.device == "cpu":
+        print("no GPU: a model of 0.5 billion parameters will take days here. --tiny takes a minute")
     if s.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # TF32 in matmuls: faster, of float32's range
     interrupted = []

@@ -1,7 +1,7 @@
 """`train_math.py --tiny` on three seeds with GSPO and with GRPO, in one picture: rewards, and clip fractions
 beside them.
 
-    python experiments/tiny_seeds.py      about five minutes on a CPU; a run that was cut off goes on when started again
+    python experiments/tiny_seeds.py      about six minutes on a CPU; what was cut off goes on when started again
 
 Writes experiments/results/tiny_seeds/: each run's metrics.jsonl and eval.jsonl, table.md, and tiny_seeds.png.
 """
@@ -21,7 +21,7 @@ def draw(runs):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    panels = {"reward": "mean reward", "response_length": "response length (characters)",
+    panels = {"reward": "mean reward", "response_length": "response length (tokens)",
               "clip_fraction": "clip fraction (share of tokens)"}
     for axis, (name, label) in zip(axes, panels.items()):
         for (algorithm, seed), rows in runs.items():
