@@ -711,6 +711,21 @@ def pick(n, step, s):
     return [order(n, s.seed, i // n)[i % n] for i in draws]
 
 
+def begin(s, model, tokenizer, held_out):
+    """(optimizer, steps done): from the last checkpoint, or from the start, which is evaluated and saved."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
+    saved, done = last_checkpoint(s.output_dir)
+    if not saved:
+        report_evaluation(Path(s.output_dir), 0, model, tokenizer, held_out, s)
+        save(Path(s.output_dir), 0, model, tokenizer, optimizer)
+        return optimizer, 0
+    try:
+        optimizer.load_state_dict(torch.load(saved / "optimizer.pt", map_location=s.device))
+    except Exception as error:  # a damaged file raises what it likes
+        raise Problem(f"{saved}/optimizer.pt cannot be loaded: {one_line(error)}") from None
+    return optimizer, done
+
+
 def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
     """GSPO: max_steps rollouts and their updates, from s.output_dir's checkpoint on if there is one.
 
@@ -718,19 +733,9 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
     on. Returns the metrics."""
     output, loss_function, ends = Path(s.output_dir), LOSSES[s.algorithm], end_tokens(model, tokenizer)
     prompts = [encode_prompt(tokenizer, row["question"]) for row in questions]
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
-    saved, first = last_checkpoint(output)
-    if saved:
-        try:
-            optimizer.load_state_dict(torch.load(saved / "optimizer.pt", map_location=s.device))
-        except Exception as error:  # a damaged file raises what it likes
-            raise Problem(f"{saved}/optimizer.pt cannot be loaded: {one_line(error)}") from None
-    else:
-        first = 0
-        report_evaluation(output, 0, model, tokenizer, held_out, s)
-        save(output, 0, model, tokenizer, optimizer)
+    optimizer, done = begin(s, model, tokenizer, held_out)
 
-    bar = tqdm(range(first + 1, s.max_steps + 1), desc=s.algorithm, initial=first, total=s.max_steps)
+    bar = tqdm(range(done + 1, s.max_steps + 1), desc=s.algorithm, initial=done, total=s.max_steps)
     for step in bar:
         clock = Clock(bar, s.device)
         clock.start("rollout")
