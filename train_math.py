@@ -54,7 +54,7 @@ class Settings:
     eval_dataset: str | None = knob(None,
                                     "held out; default: the hub's test split, the .jsonl's last eval_size lines")
     output_dir: str | None = knob(None, "where everything is written; default: runs/tiny or runs/math")
-    device: str = knob("auto", "auto is cuda where there is one, else cpu")
+    device: str = knob("auto", "auto is cuda where there is one, else, and for --tiny, cpu")
     seed: int = knob(0, "of weights that are made here, of the questions' order, of the sampling")
     tiny: bool = knob(False, "the one-minute run: model, tokenizer and word problems are made here, on any machine")
     algorithm: Literal["gspo", "gspo_token", "grpo"] = knob("gspo", "the loss; with one advantage a response "
@@ -113,7 +113,7 @@ def parse_settings(argv=None):
         parser.error(f"--eps_low {s.eps_low} must be below 1: no ratio is negative")
     s.output_dir = s.output_dir or ("runs/tiny" if s.tiny else "runs/math")
     if s.device == "auto":
-        s.device = "cuda" if torch.cuda.is_available() else "cpu"
+        s.device = "cuda" if torch.cuda.is_available() and not s.tiny else "cpu"
     try:
         torch.zeros(1, device=s.device).tolist()
     except (RuntimeError, AssertionError) as error:
