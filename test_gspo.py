@@ -957,6 +957,15 @@ class TestTraining:
         assert seen["prompts"] == [prompt for prompt in seen["asked"] for _ in range(s.group_size)]
         assert seen["answers"] == [answers[tuple(prompt)] for prompt in seen["prompts"]]
 
+    @pytest.mark.parametrize("algorithm, clipped", [("gspo", 6), ("gspo_token", 6), ("grpo", 3)])
+    def test_counts_the_tokens_that_the_algorithm_clips(self, tm, algorithm, clipped):
+        """The example: GSPO clips two whole responses, 6 of 11 tokens; GRPO three tokens."""
+        new, old = example()
+        s = tm.parse_settings(["--algorithm", algorithm, "--eps_low", str(RANGE[0]), "--eps_high", str(RANGE[1])])
+        seen = tm.observe(tm.MicroBatch(None, MASK[:4], ADVANTAGES[:4], old[:4]), new[:4], torch.tensor(0.5), s)
+        assert (seen["tokens"], round(seen["clipped"], 4), seen["loss"]) == (11, clipped, 0.5)
+        assert seen["log_ratios"] == pytest.approx([math.log(ratio) for ratio in SEQUENCE_RATIOS])
+
     def test_leaves_the_weights_alone_where_all_rewards_are_equal(self, tm, tmp_path, monkeypatch):
         monkeypatch.setattr(tm, "correctness_reward", lambda prompts, completions, answer: [0.3] * len(completions))
         s, rows = run(tm, tmp_path / "a", "--max_steps", "2")
