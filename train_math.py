@@ -806,7 +806,7 @@ def main(argv=None):
     if s.tiny:
         torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     elif s.device == "cpu":
-        print("no GPU: a model of 0.5 billion parameters will take days here. --tiny takes a minute")
+        print("no GPU: all but very small models are slow here (--tiny takes about a minute)")
     if s.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # TF32 in matmuls: faster, of float32's range
     interrupted = []
