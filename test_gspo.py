@@ -789,6 +789,14 @@ class TestRollout:
                     worst = ((share - p).abs() / (p * (1 - p) / n).sqrt()).max().item()
                     assert worst < 5, f"prompt {k}, position {t}: {name} is {worst:.1f} standard errors off"
 
+    @pytest.mark.parametrize("uniform", [0, 2**-24, 0.5, 1 - 2**-24])  # torch.rand gives multiples of 2^-24 below 1
+    def test_never_draws_a_token_of_probability_0(self, tm, monkeypatch, uniform):
+        monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, uniform))
+        probs = torch.tensor([[0, 0, 1, 0], [0, 0.4, 0.6, 0], [0.1, 0.2, 0.3, 0.4]]).repeat(2, 1)
+        probs[3:] *= 1 - 1e-6                                            # as rounding may leave their sum
+        drawn = tm.draw_tokens(probs)
+        assert drawn.shape == (6, 1) and (probs.gather(1, drawn) > 0).all()
+
     def test_gives_the_sampler_the_same_log_probs_as_the_update(self, tm, tiny):
         """Responses end at different times and leave the batch; cache, positions and rows must stay in
         step."""
@@ -889,10 +897,12 @@ class TestTraining:
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
         assert set(rows[0]) == {
             "step", "reward", "accuracy", "format", "response_length", "loss", "grad_norm", "clip_fraction",
-            "log_ratio_std", "log_ratio_first_max", "equal_reward_groups", "entropy", "seconds", "seconds_rollout",
-            "seconds_old_log_probs", "seconds_update", "tokens_per_second", "peak_memory_mb"}
+            "log_ratio_std", "log_ratio_first_max", "log_ratio_rounding", "equal_reward_groups", "entropy",
+            "seconds", "seconds_rollout", "seconds_old_log_probs", "seconds_update", "tokens_per_second",
+            "peak_memory_mb"}
         assert all(row["log_ratio_first_max"] == 0 for row in rows), "the first minibatch is on-policy: log s is 0"
         assert all(row["log_ratio_std"] > 0 and row["grad_norm"] > 0 for row in rows)
+        assert all(0 < row["log_ratio_rounding"] < 1e-5 for row in rows), "sampler and training forward, in float32"
         assert max(row["clip_fraction"] for row in rows) > 0
         names = {path.name for path in (tmp_path / "a").iterdir()}
         assert names == {"settings.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "metrics.png",
@@ -965,6 +975,14 @@ class TestTraining:
         seen = tm.observe(tm.MicroBatch(None, MASK[:4], ADVANTAGES[:4], old[:4]), new[:4], torch.tensor(0.5), s)
         assert (seen["tokens"], round(seen["clipped"], 4), seen["loss"]) == (11, clipped, 0.5)
         assert seen["log_ratios"] == pytest.approx([math.log(ratio) for ratio in SEQUENCE_RATIOS])
+
+    def test_says_once_when_the_updates_move_less_than_rounding(self, tm, parity, tmp_path, capsys):
+        """1e-12 is far below float32's spacing at a weight of .05: nothing moves."""
+        run(tm, tmp_path / "still", "--max_steps", "3", "--learning_rate", "1e-12")
+        assert capsys.readouterr().out.count("less than rounding") == 1
+        run(tm, tmp_path / "moving", "--max_steps", "3")
+        run(tm, tmp_path / "grpo", "--max_steps", "3", "--learning_rate", "1e-12", "--algorithm", "grpo")
+        assert "less than rounding" not in capsys.readouterr().out
 
     def test_leaves_the_weights_alone_where_all_rewards_are_equal(self, tm, tmp_path, monkeypatch):
         monkeypatch.setattr(tm, "correctness_reward", lambda prompts, completions, answer: [0.3] * len(completions))

@@ -326,6 +326,15 @@ def end_tokens(model, tokenizer):
 # ---- rollout -----------------------------------------------------------------------------------------------
 
 
+def draw_tokens(probs):
+    """One token a row, (n, V) -> (n, 1): where the cumulative probability first reaches a uniform number.
+
+    torch.multinomial draws V numbers a row: at V = 151,936, on a CPU, that alone outlasts a small model's forward."""
+    cumulative = probs.cumsum(dim=-1)
+    uniform = 1 - torch.rand(len(probs), 1, device=probs.device)  # above 0, at most 1
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
+
+
 @torch.no_grad()
 def rollout(model, prompts, group_size, max_length, temperature, ends):
     """Sample `group_size` responses to each prompt from the model itself at `temperature` (0: greedy).
@@ -350,9 +359,9 @@ def rollout(model, prompts, group_size, max_length, temperature, ends):
     tokens = torch.full((len(rows), max_length), -1, device=model.device)
     log_probs = torch.zeros(len(rows), max_length, device=model.device)
     for t in range(max_length):
-        choices = torch.log_softmax(logits.float() / (temperature or 1), dim=-1)
-        token = torch.multinomial(choices.exp(), 1) if temperature else choices.argmax(dim=-1, keepdim=True)
-        tokens[rows, t], log_probs[rows, t] = token[:, 0], choices.gather(1, token)[:, 0]
+        probs = torch.softmax(logits.float() / (temperature or 1), dim=-1)
+        token = draw_tokens(probs) if temperature else probs.argmax(dim=-1, keepdim=True)
+        tokens[rows, t], log_probs[rows, t] = token[:, 0], probs.gather(1, token)[:, 0].log()
         going = ~torch.isin(token[:, 0], ends)
         if not going.all():
             rows, token, mask, position = (x[going] for x in (rows, token, mask, position))
@@ -375,9 +384,10 @@ class MicroBatch:
     mask: torch.Tensor                         # (b, L - 1), true where ids[:, 1:] is a response token
     advantages: torch.Tensor | None = None     # (b,)
     old_log_probs: torch.Tensor | None = None  # (b, L - 1)
+    rows: list[int] | None = None              # which of the rollout's responses these are
 
 
-def micro_batch(prompts, responses, device, advantages=None):
+def micro_batch(prompts, responses, device, advantages=None, rows=None):
     """Lists of token ids as a MicroBatch. The mask comes from lengths, not from pad ids: where a tokenizer
     pads with the end token, a mask made from ids would take the end token out of the loss."""
     length = max(len(p) + len(r) for p, r in zip(prompts, responses))
@@ -386,7 +396,7 @@ def micro_batch(prompts, responses, device, advantages=None):
     for i, (p, r) in enumerate(zip(prompts, responses)):
         ids[i, :len(p) + len(r)] = torch.tensor(p + r)
         mask[i, len(p) - 1:len(p) + len(r) - 1] = True
-    return MicroBatch(ids.to(device), mask.to(device), advantages)
+    return MicroBatch(ids.to(device), mask.to(device), advantages, rows=rows)
 
 
 def build_minibatches(prompts, responses, advantages, s):
@@ -403,11 +413,11 @@ def build_minibatches(prompts, responses, advantages, s):
                 parts.append([])
             parts[-1].append(i)
         minibatches.append([micro_batch([prompts[i] for i in part], [responses[i] for i in part], s.device,
-                                        advantages[part].to(s.device)) for part in parts])
+                                        advantages[part].to(s.device), part) for part in parts])
     return minibatches
 
 
-def response_log_probs(model, batch, temperature, chunk=512):
+def response_log_probs(model, batch, temperature, chunk=128):
     """log-probs (b, L - 1) of the response tokens, 0 elsewhere.
 
     Only response positions go through the head, `chunk` at a time and again in the backward pass: with a
@@ -484,11 +494,15 @@ def require_finite(finite, step, output):
                       "is good: a new run may start from it, as --model, with a lower --learning_rate")
 
 
-def summarise_rollout(responses, sampled_log_probs, advantages, s):
-    """Metrics of a rollout. The entropy, in nats a token, is estimated as the samples' mean of -log-prob."""
+def summarise_rollout(responses, sampled_log_probs, advantages, minibatches, s):
+    """Metrics of a rollout. The entropy, in nats a token, is estimated as the samples' mean of -log-prob; rounding
+    is all that can set the sampler's log-probs apart from the old ones, as both are of the same weights."""
     tokens, dead = sum(map(len, responses)), (advantages.view(-1, s.group_size) == 0).all(dim=1)
+    apart = [(batch.old_log_probs.double().sum(dim=1) - sampled_log_probs[batch.rows].double().sum(dim=1))
+             / batch.mask.sum(dim=1) for minibatch in minibatches for batch in minibatch]
     return {"response_length": tokens / len(responses), "entropy": -sampled_log_probs.sum().item() / tokens,
-            "equal_reward_groups": dead.float().mean().item()}
+            "equal_reward_groups": dead.float().mean().item(),
+            "log_ratio_rounding": torch.cat(apart).std().item() if apart else None}
 
 
 def summarise_updates(observed, grad_norms):
@@ -574,6 +588,11 @@ def read(path):
     return list(filter(None, map(parse_row, text.split("\n"))))
 
 
+@functools.lru_cache
+def say_once(run, text):
+    tqdm.write(text)
+
+
 def report_step(output, s, row):
     """A line in metrics.jsonl, and one on the screen."""
     append(output / "metrics.jsonl", row)
@@ -584,6 +603,10 @@ def report_step(output, s, row):
     if row["log_ratio_first_max"]:
         tqdm.write(f"warning: max |log s| of the first minibatch is {row['log_ratio_first_max']:.1e} and should be 0: "
                    "the old log-probs are not this policy's, or rounding is in the ratios")
+    std = row["log_ratio_std"]  # of the policy's movement and of rounding together, hence the root of 2
+    if s.algorithm != "grpo" and std is not None and std < 2**0.5 * row["log_ratio_rounding"]:
+        say_once(output, "note: the updates move log s less than rounding does (metrics.jsonl: log_ratio_std against "
+                         "log_ratio_rounding): the clip is about rounding, not about the policy")
 
 
 def report_evaluation(output, step, model, tokenizer, held_out, s):
@@ -786,8 +809,9 @@ def train(s, model, tokenizer, questions, held_out, stop=lambda: False):
         clock.start("report")
         report_step(output, s, {
             "step": step, "reward": rewards.mean().item(), "accuracy": correct.mean().item(),
-            "format": formatted.mean().item(), **summarise_rollout(responses, sampled_log_probs, advantages, s),
-            **summarise_updates(observed, grad_norms), **clock.metrics(sum(map(len, responses)))})
+            "format": formatted.mean().item(), **summarise_updates(observed, grad_norms),
+            **summarise_rollout(responses, sampled_log_probs, advantages, minibatches, s),
+            **clock.metrics(sum(map(len, responses)))})
         if step % s.eval_steps == 0 or step == s.max_steps:
             report_evaluation(output, step, model, tokenizer, held_out, s)
         last = step == s.max_steps or stop()
