@@ -836,14 +836,14 @@ class TestLogProbs:
     __test__ = not GRADING
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    @pytest.mark.parametrize("chunk", [512, 3])
-    def test_equal_a_step_by_step_brute_force(self, tm, tiny, temperature, chunk):
+    @pytest.mark.parametrize("at_once", [2**24, 250, 1])  # all positions, three, or one of them
+    def test_equal_a_step_by_step_brute_force(self, tm, tiny, temperature, at_once):
         """One forward for each token, without padding, against all at once with padding."""
         model, tokenizer = tiny
         prompts = [tm.encode_prompt(tokenizer, q) for q in ("Ann?", "Bob has 3 figs. How many?", "Eve")]
         responses = [tokenizer("3+4=7").input_ids, [tokenizer.eos_token_id], tokenizer("12\n#### 5").input_ids]
         batch = tm.micro_batch(prompts, responses, "cpu")
-        got = tm.response_log_probs(model, batch, temperature, chunk)
+        got = tm.response_log_probs(model, batch, temperature, at_once)
         assert (got[~batch.mask] == 0).all()
         for i, (prompt, response) in enumerate(zip(prompts, responses)):
             slow = []
