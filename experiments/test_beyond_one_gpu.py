@@ -1,0 +1,293 @@
+"""gspo_loss beyond one process: DDP and FSDP2 in plain torch, TRL's and verl's trainers. The code blocks are the
+README's own, read from there; what needs a package that is not installed is skipped.
+
+    python -m pytest experiments/test_beyond_one_gpu.py
+    pip install trl==1.16.0, and for verl see .ci/run     # in a venv of its own: then nothing is skipped
+"""
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from gspo import gspo_loss, token_log_probs
+
+# ---- plain torch: two processes ------------------------------------------------------------------------------
+
+# [rank][micro-batch] = rows: ranks hold 3 and 6 responses, micro-batches of uneven size and of uneven lengths
+SHARDS = [[[0], [1, 2]], [[3, 4, 5, 6], [7, 8]]]
+ROWS, WIDTH, WORDS = 9, 12, 20
+
+
+def language_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(WORDS, 16), torch.nn.Linear(16, 16), torch.nn.Tanh(),
+                               torch.nn.Linear(16, WORDS)).double()
+
+
+def batch():
+    """tokens (9, 12), old log-probs, advantages, mask of lengths 1 to 11; s_i inside the clip range and beyond it."""
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(WORDS, (ROWS, WIDTH), generator=g)
+    lengths = torch.tensor([1, 11, 4, 2, 9, 10, 3, 7, 5])
+    mask = torch.arange(WIDTH - 1) < lengths[:, None]
+    with torch.no_grad():
+        old = token_log_probs(language_model()(tokens[:, :-1]), tokens[:, 1:])
+    old = old + torch.randn(old.shape, generator=g) * 3e-3
+    return tokens, old, torch.randn(ROWS, generator=g, dtype=torch.float64), mask
+
+
+def loss_of(model, rows, denominator):
+    tokens, old, advantages, mask = (x[rows] for x in batch())
+    log_probs = token_log_probs(model(tokens[:, :-1]), tokens[:, 1:])
+    return gspo_loss(log_probs, old, advantages, mask, denominator=denominator)
+
+
+def worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh, mine = init_device_mesh("cpu", (2,)), SHARDS[rank]
+    responses = torch.tensor(float(sum(map(len, mine))))
+    dist.all_reduce(responses)
+    for kind in ("DDP", "FSDP2"):
+        for rule in ("the rule", "mean of means"):
+            model = language_model()
+            if kind == "DDP":
+                model = torch.nn.parallel.DistributedDataParallel(model)
+            else:
+                for module in (model[1], model[3], model):
+                    fully_shard(module, mesh=mesh)
+            for i, rows in enumerate(mine):
+                if kind == "DDP":
+                    model.require_backward_grad_sync = i == len(mine) - 1
+                if rule == "the rule":  # gradients are averaged over ranks: the denominator is divided by them
+                    loss = loss_of(model, rows, responses.item() / 2)
+                else:  # each micro-batch's own mean, and the mean of these
+                    loss = loss_of(model, rows, None) / len(mine)
+                loss.backward()
+            grads = [p.grad.full_tensor() if kind == "FSDP2" else p.grad for p in model.parameters()]
+            torch.save(torch.cat([g.flatten() for g in grads]), f"{folder}/{kind}, {rule}, {rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_processes")
+    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("rule", ["the rule", "mean of means"])
+def test_two_processes_give_the_gradient_of_one(folder, kind, rule, rank):
+    """With denominator = responses in the step / ranks. The mean of micro-batch means is tens of percent off."""
+    model = language_model()
+    loss_of(model, list(range(ROWS)), ROWS).backward()
+    whole = torch.cat([p.grad.flatten() for p in model.parameters()])
+    off = ((torch.load(folder / f"{kind}, {rule}, {rank}") - whole).norm() / whole.norm()).item()
+    print(f"{kind}, {rule}, rank {rank}: the gradient is off by {off:.1e} of its norm")
+    assert off < 1e-7 if rule == "the rule" else off > 0.2
+
+
+# ---- the README's blocks -------------------------------------------------------------------------------------
+
+
+def readme_block(containing):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [block for block in blocks if containing in block]
+    return block
+
+
+def run_block(containing):
+    """The names that a README block defines when it is run as a file beside gspo.py."""
+    names = {"__name__": "pasted"}
+    exec(compile(readme_block(containing), f"README block with {containing}", "exec"), names)
+    return names
+
+
+# ---- TRL -----------------------------------------------------------------------------------------------------
+
+VOCABULARY = ["<pad>", "<end>", "<unk>", "####", *map(str, range(10))]
+
+
+def tiny_qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.2, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0, tie_word_embeddings=True))
+
+
+def tiny_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unk>")
+
+
+def trl_config(folder, **more):
+    from trl import GRPOConfig
+    settings = dict(
+        importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, beta=0.0,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=4, num_iterations=2,
+        num_generations=4, max_completion_length=8, temperature=1.0, top_p=1.0, top_k=0, learning_rate=1e-3,
+        max_steps=12, bf16=False, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, seed=0)
+    return GRPOConfig(output_dir=str(folder), **settings | more)
+
+
+def questions():
+    from datasets import Dataset
+    return Dataset.from_list([{"prompt": str(10 ** (i % 4) + i), "answer": f"#### {i % 10}"} for i in range(24)])
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "truncated completions masked"])
+@pytest.mark.parametrize("more, on_policy", [
+    ({}, False), ({"steps_per_generation": 2, "num_iterations": 1}, True)], ids=["several iterations", "on-policy"])
+def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, on_policy, masked):
+    """A real train() run with padding, accumulation and ratios away from 1, and our reward function as it is."""
+    trl = pytest.importorskip("trl")
+    from train_math import correctness_reward, format_reward
+    block, seen = run_block("class GSPOTrainer"), []
+    pasted, config = block["GSPOTrainer"], trl_config(tmp_path, **more, mask_truncated_completions=masked)
+    for name in ("importance_sampling_level", "loss_type", "epsilon", "epsilon_high", "beta", "top_k", "bf16"):
+        assert getattr(block["config"], name) == getattr(config, name), f"the README's {name} is another"
+
+    class Both(pasted):
+        def _compute_loss(self, model, inputs):
+            assert (inputs.get("old_per_token_logps") is None) == on_policy
+            weights = list(model.parameters())
+            ours, theirs = (function(self, model, inputs) for function in
+                            (pasted._compute_loss, trl.GRPOTrainer._compute_loss))
+            gradients = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights, retain_graph=True)])
+                         for loss in (ours, theirs)]
+            seen.append({"loss": abs(ours - theirs).item(), "norm": gradients[1].norm().item(),
+                         "gradient": (gradients[0] - gradients[1]).abs().max().item(),
+                         "clipped": self._metrics["train"]["clip_ratio/region_mean"][-1],
+                         "lengths": len(set(inputs["completion_mask"].sum(1).tolist())),
+                         "padded": (inputs["prompt_mask"] == 0).any().item(),
+                         "empty": (inputs["completion_mask"].sum(1) == 0).any().item()})
+            return ours
+
+    trainer = Both(tiny_qwen3(), [correctness_reward, format_reward], config, questions(),
+                   processing_class=tiny_tokenizer())
+    trainer.train()
+    assert len(seen) == 24 and max(s["norm"] for s in seen) > 0.1
+    assert max(s["lengths"] for s in seen) > 1 and any(s["padded"] for s in seen)
+    assert any(s["empty"] for s in seen) == masked
+    assert (max(s["clipped"] for s in seen) > 0) != on_policy
+    assert max(s["loss"] for s in seen) < 1e-6
+    assert max(s["gradient"] for s in seen) < 5e-6
+
+
+def train_on_given_completions(output):
+    """GSPOTrainer for six steps on 8 responses a step, over all processes, whose texts follow from their prompts
+    and not from chance; saves how far the weights moved. Run by torchrun, or alone."""
+    from transformers import set_seed
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    set_seed(0)
+    lengths = set()
+
+    class Given(run_block("class GSPOTrainer")["GSPOTrainer"]):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            completions, count = [], {}
+            for prompt in map(tuple, prompt_ids):
+                count[prompt] = count.get(prompt, 0) + 1
+                rng = random.Random(f"{prompt} {count[prompt]} {self.state.global_step}")
+                completions.append(rng.choices(range(3, len(VOCABULARY)), k=rng.randrange(1, 8)) + [1])
+                lengths.add(len(completions[-1]))
+            return completions, None
+
+    def reward(completions, **kwargs):
+        return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+    model = tiny_qwen3()
+    before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    trainer = Given(model, reward, trl_config(
+        f"{output}-runs", per_device_train_batch_size=8 // ranks, gradient_accumulation_steps=1, max_steps=6,
+        steps_per_generation=1, optim="sgd", learning_rate=0.3, lr_scheduler_type="constant", logging_steps=1),
+        questions(), processing_class=tiny_tokenizer())
+    trainer.train()
+    assert trainer.accelerator.num_processes == ranks and len(lengths) > 3
+    if trainer.accelerator.is_main_process:
+        moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+        torch.save(moved, output)
+
+
+def test_two_processes_of_trl_equal_one(tmp_path):
+    """torchrun --nproc_per_node 2 against one process, with the same global batch and uneven lengths."""
+    pytest.importorskip("trl")
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"])):
+        done = subprocess.run([sys.executable, *launcher, __file__, tmp_path / name], env=environment,
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
+    off = ((one - two).norm() / one.norm()).item()
+    print(f"the weights moved by {one.norm():.3f}; two processes differ from one by {off:.1e} of it")
+    assert off < 1e-4
+
+
+# ---- verl ----------------------------------------------------------------------------------------------------
+
+
+def verl_loss(name, rows, info, mode="seq-mean-token-mean"):
+    """Value and gradient of a loss in verl's registry on some rows of the batch, with (B, T) advantages."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=3e-4,
+                         clip_ratio_high=4e-4)
+    config.global_batch_info.update(info)
+    tokens, old, advantages, mask = (x[rows] for x in batch())
+    new = token_log_probs(language_model()(tokens[:, :-1]), tokens[:, 1:]).detach().requires_grad_()
+    loss, _ = get_policy_loss_fn(name)(
+        old_log_prob=old, log_prob=new, advantages=advantages[:, None].expand(mask.shape), response_mask=mask,
+        loss_agg_mode=mode, config=config, rollout_is_weights=None)
+    return loss.item(), torch.autograd.grad(loss, new)[0]
+
+
+@pytest.mark.parametrize("info", [{}, {"dp_size": 2, "global_batch_size": 24}], ids=["one process", "two ranks"])
+@pytest.mark.parametrize("rows", [list(range(ROWS)), [5, 6, 7, 8]], ids=["all rows", "a micro-batch"])
+def test_our_loss_in_verl_equals_verls(info, rows):
+    pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    run_block("gspo_paper")
+    (loss, gradient), (theirs, their_gradient) = (verl_loss(name, rows, info) for name in ("gspo_paper", "gspo"))
+    assert gradient.abs().max() > 1e-3 and (gradient == 0).all(dim=1).any(), "some responses are clipped, some not"
+    assert abs(loss - theirs) < 1e-8 and (gradient - their_gradient).abs().max() < 1e-8
+
+
+def test_verl_finds_our_loss_as_an_external_module(tmp_path):
+    pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    (tmp_path / "verl_gspo.py").write_text(readme_block("gspo_paper"))
+    (tmp_path / "gspo.py").write_bytes((ROOT / "gspo.py").read_bytes())
+    code = "from verl.trainer.ppo.core_algos import get_policy_loss_fn; print(get_policy_loss_fn('gspo_paper').__module__)"
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "verl_gspo", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split()[-1:] == ["verl_gspo"], done.stderr
+
+
+def test_verls_default_aggregation_is_not_gspo():
+    core = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    import inspect
+    from verl.workers.config import ActorConfig
+    if "loss_agg_mode=loss_agg_mode" not in inspect.getsource(core.compute_policy_loss_gspo):
+        pytest.skip("this verl's gspo ignores loss_agg_mode")
+    default = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1).loss_agg_mode
+    (_, gradient), (_, right) = (verl_loss("gspo", list(range(ROWS)), {}, mode) for mode in
+                                 (default, "seq-mean-token-mean"))
+    assert default == "token-mean" and (gradient - right).norm() > 0.2 * right.norm()
+
+
+if __name__ == "__main__":
+    train_on_given_completions(sys.argv[1])
