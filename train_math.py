@@ -250,7 +250,8 @@ def sloppy(row, rng):
 def load(name, s):
     """(model, tokenizer) from a hub id or folder; --tiny makes them, unless name is a checkpoint's folder.
 
-    The weights are float32: in bfloat16 nearly all of an update of 1e-6 is rounded away."""
+    Weights and matmuls are float32: bfloat16, or TF32, rounds log s by as much as an update moves it, or more
+    (experiments/precision.py)."""
     if s.tiny and name == s.model:
         tokenizer = tiny_tokenizer()
         return tiny_model(tokenizer, s.seed).to(s.device), tokenizer
@@ -832,8 +833,6 @@ def main(argv=None):
         torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     elif s.device == "cpu":
         print("no GPU: all but very small models are slow here (--tiny takes about a minute)")
-    if s.device.startswith("cuda"):
-        torch.set_float32_matmul_precision("high")  # TF32 in matmuls: faster, of float32's range
     interrupted = []
 
     def interrupt(*_):

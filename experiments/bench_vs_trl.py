@@ -1,18 +1,18 @@
-"""Our step against TRL's GRPOTrainer in GSPO mode: time and memory, in turns, in one process, on the CPU (Linux).
+"""Our step against TRL's GRPOTrainer in GSPO mode: time and memory, in turns, in one process, on one CPU core.
 
-    python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 matplotlib==3.11.2    # a venv of its own
-    OMP_NUM_THREADS=1 trl/bin/python experiments/bench_vs_trl.py                               # about 35 minutes
+    python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0         # TRL has a venv of its own
+    OMP_NUM_THREADS=1 trl/bin/python experiments/bench_vs_trl.py                 # about 35 minutes, Linux
 
-A Qwen3 of two layers and random weights, once with 512 words and once with 151,936; 16 or 4 prompts
-x 8 responses, 4 minibatches of one micro-batch, float32, fused AdamW. Two workloads. "fixed": prompts of 32 tokens, responses of
-64, no two rewards equal. "natural": prompts of 16 to 48 tokens, a response ends after each token with
-probability 1/32, at 128 at the latest, and one reward in five is 1. TRL runs twice: as its defaults stand but for
-bfloat16, and tuned, with gradient_checkpointing=False. Before the race both must give one loss and one gradient
-on one frozen rollout.
+A Qwen3 of two layers with random weights, float32, fused AdamW, groups of 8, 4 minibatches of one micro-batch;
+with 512 words and 16 prompts a step, and with 151,936 words and 4 prompts. Two workloads. "fixed": prompts of 32
+tokens, responses of 64, no two rewards equal. "natural": prompts of 16 to 48 tokens, a response ends after each
+token with probability 1/32, at 128 at the latest, and one reward in five is 1. TRL runs twice: as its defaults
+stand but for bfloat16, and tuned, with gradient_checkpointing=False. Before the race both sides must give one loss
+and one gradient on one frozen rollout.
 
 A round is our step, then each of TRL's. Times are process CPU seconds. Memory is the peak of a turn over what the
-process held when the turn began: not the weights and AdamW's state, which are the same for all. The last line is
-one JSON object; results/bench_vs_trl/ gets each round's figures and table.md.
+process held when the turn began; so it leaves out weights and AdamW's state, which are the same for all. The last
+line is one JSON object; results/bench_vs_trl/ gets each round's figures and table.md.
 """
 import argparse
 import json
@@ -42,11 +42,6 @@ PROMPTS, GROUP, MINIBATCHES = {512: 16, 151936: 4}, 8, 4
 END = 1
 WORKLOADS = {"fixed": SimpleNamespace(prompt=(32, 32), length=64, end=0),
              "natural": SimpleNamespace(prompt=(16, 48), length=128, end=1 / 32)}
-
-
-def minibatch_rows(vocabulary):
-    """Responses in a minibatch, which both sides take in one micro-batch."""
-    return PROMPTS[vocabulary] * GROUP // MINIBATCHES
 
 
 def make_tokenizer(vocabulary):
@@ -112,21 +107,20 @@ class Turns(threading.Thread):
 class Ours:
     name = "ours"
 
-    def __init__(self, model, tokenizer, questions, vocabulary, workload, rounds):
-        self.settings = train_math.Settings(
-            output_dir=tempfile.mkdtemp(), device="cpu", group_size=GROUP, prompts_per_step=PROMPTS[vocabulary],
-            minibatches=MINIBATCHES, micro_batch_tokens=minibatch_rows(vocabulary) * (workload.prompt[1] + workload.length),
-            max_completion_length=workload.length, eps_low=3e-4, eps_high=4e-4, max_steps=rounds, format_weight=0.0,
-            learning_rate=1e-6)
-        rows = [{"question": q, "answer": "#### 0"} for q in questions]
-        turns = Turns(lambda: train_math.train(self.settings, model, tokenizer, rows, []))
+    def __init__(self, model, job):
+        settings = train_math.Settings(
+            output_dir=tempfile.mkdtemp(), device="cpu", group_size=GROUP, prompts_per_step=PROMPTS[job.vocabulary],
+            minibatches=MINIBATCHES, micro_batch_tokens=job.rows * (job.prompt[1] + job.length), learning_rate=1e-6,
+            max_completion_length=job.length, eps_low=3e-4, eps_high=4e-4, max_steps=job.rounds, format_weight=0.0)
+        questions = [{"question": q, "answer": "#### 0"} for q in job.questions]
+        turns = Turns(lambda: train_math.train(settings, model, job.tokenizer, questions, []))
 
         def report_step(output, s, row):
             self.row = row
             turns.pause()
 
         train_math.report_step, train_math.save = report_step, lambda *args: None
-        train_math.correctness_reward = lambda prompts, texts, answer: reward_of(workload)(completions=texts)
+        train_math.correctness_reward = lambda prompts, texts, answer: reward_of(job)(completions=texts)
         self.play = turns
 
     def phases(self):
@@ -137,18 +131,18 @@ class Ours:
 
 
 class TRL(TrainerCallback):
-    def __init__(self, name, model, tokenizer, questions, vocabulary, workload, rounds, **options):
+    def __init__(self, name, model, job, **options):
         self.name, self.seconds, self.turns = name, {}, Turns(lambda: self.trainer.train())
         config = GRPOConfig(
             importance_sampling_level="sequence", loss_type="grpo", scale_rewards="group", epsilon=3e-4,
             epsilon_high=4e-4, beta=0.0, num_iterations=1, temperature=1.0, top_p=1.0, top_k=0,
-            per_device_train_batch_size=minibatch_rows(vocabulary), gradient_accumulation_steps=1, steps_per_generation=MINIBATCHES,
-            num_generations=GROUP, max_completion_length=workload.length, max_steps=MINIBATCHES * (rounds + 1),
+            per_device_train_batch_size=job.rows, gradient_accumulation_steps=1, steps_per_generation=MINIBATCHES,
+            num_generations=GROUP, max_completion_length=job.length, max_steps=MINIBATCHES * (job.rounds + 1),
             learning_rate=1e-6, adam_beta2=0.95, max_grad_norm=1.0, bf16=False, use_cpu=True, report_to=[],
             save_strategy="no", disable_tqdm=True, logging_steps=10**6, shuffle_dataset=False,
             output_dir=tempfile.mkdtemp(), **options)
-        self.trainer = GRPOTrainer(model, reward_of(workload), config, Dataset.from_list(
-            [{"prompt": q} for q in questions]), processing_class=tokenizer, callbacks=[self])
+        self.trainer = GRPOTrainer(model, reward_of(job), config, Dataset.from_list(
+            [{"prompt": q} for q in job.questions]), processing_class=job.tokenizer, callbacks=[self])
         self.clock("_generate_and_score_completions", "rollout and old")
         self.clock("_get_per_token_logps_and_entropies", "old log-probs", lambda: not torch.is_grad_enabled())
 
@@ -196,11 +190,11 @@ def play(side):
             "response_length": side.length()}
 
 
-def same_maths(side, model, tokenizer, questions, workload):
+def same_maths(side, job):
     """Largest difference between our loss and gradient and TRL's, on a frozen rollout, after the policy moved."""
-    prompts = [train_math.encode_prompt(tokenizer, q) for q in questions[:2]]
+    model, prompts = side.trainer.model, [train_math.encode_prompt(job.tokenizer, q) for q in job.questions[:2]]
     torch.manual_seed(0)
-    responses, _ = train_math.rollout(model, prompts, GROUP, workload.length, 1.0, torch.tensor([END]))
+    responses, _ = train_math.rollout(model, prompts, GROUP, job.length, 1.0, torch.tensor([END]))
     asked, advantages = [p for p in prompts for _ in range(GROUP)], torch.randn(2 * GROUP)
     batch = train_math.micro_batch(asked, responses, "cpu")
 
@@ -217,7 +211,7 @@ def same_maths(side, model, tokenizer, questions, workload):
         old, _, _ = side.trainer._get_per_token_logps_and_entropies(model, ids, mask, max(map(len, responses)))
         old_log_probs = train_math.response_log_probs(model, batch, 1.0)
         kept = [p.clone() for p in model.parameters()]
-        for p in model.parameters():  # the policy moves: some s_i now lie inside the clip range, some beyond it
+        for p in model.parameters():  # the policy moves, and the ratios leave 1
             p.add_(torch.randn_like(p) * 2e-4 * p.requires_grad)
     side.trainer.current_gradient_accumulation_steps = 1
     log_probs = train_math.response_log_probs(model, batch, 1.0)
@@ -234,13 +228,13 @@ def same_maths(side, model, tokenizer, questions, workload):
 
 
 def race(vocabulary, name, rounds, log):
-    workload, tokenizer = WORKLOADS[name], make_tokenizer(vocabulary)
-    questions = make_questions(PROMPTS[vocabulary] * (rounds + 1), vocabulary, workload)
-    rest = tokenizer, questions, vocabulary, workload, rounds
-    sides = [Ours(make_model(vocabulary, workload.end), *rest),
-             TRL("TRL", make_model(vocabulary, workload.end), *rest),
-             TRL("TRL tuned", make_model(vocabulary, workload.end), *rest, gradient_checkpointing=False)]
-    same_maths(sides[2], sides[2].trainer.model, tokenizer, questions, workload)
+    job = SimpleNamespace(**vars(WORKLOADS[name]), vocabulary=vocabulary, rounds=rounds)
+    job.rows = PROMPTS[vocabulary] * GROUP // MINIBATCHES  # of a minibatch, one micro-batch on either side
+    job.tokenizer = make_tokenizer(vocabulary)
+    job.questions = make_questions(PROMPTS[vocabulary] * (rounds + 1), vocabulary, job)
+    sides = [Ours(make_model(vocabulary, job.end), job), TRL("TRL", make_model(vocabulary, job.end), job),
+             TRL("TRL tuned", make_model(vocabulary, job.end), job, gradient_checkpointing=False)]
+    same_maths(sides[2], job)
     played = []
     for i in range(rounds):
         played.append({side.name: play(side) for side in sides})
@@ -253,7 +247,7 @@ def race(vocabulary, name, rounds, log):
     return [{"vocabulary": vocabulary, "workload": name, "rival": side.name,
              **{key: ratio([r[side.name][key] / r["ours"][key] for r in played[1:]])
                 for key in ("seconds", "rollout", "old log-probs", "update")},
-             "peak_mb": [round(statistics.median(r[name]["peak_mb"] for r in played[1:])) for name in ("ours", side.name)]}
+             "peak_mb": [round(statistics.median(r[s]["peak_mb"] for r in played[1:])) for s in ("ours", side.name)]}
             for side in sides[1:]]
 
 
