@@ -592,6 +592,7 @@ def read(path):
 
 @functools.lru_cache
 def say_once(run, text):
+    """On the screen, once a run."""
     tqdm.write(text)
 
 
