@@ -1,13 +1,13 @@
 """How much of log s is rounding? Five settings of precision, on real weights.
 
-    OMP_NUM_THREADS=1 python experiments/precision.py --model FOLDER --gsm8k train.jsonl     # an hour on one core
+    OMP_NUM_THREADS=1 python experiments/precision.py --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]    # an hour, one core
 
-FOLDER holds SmolLM2-135M-Instruct. 16 responses of 512 tokens to four questions of GSM8K are sampled once, in
-float32; the shorter ones are their first 32 and 128 tokens. In each setting their log-probs are computed with the
-same weights: by the training forward, by the sampler (a KV cache, token by token), with 64 more columns of
-padding, and in micro-batches of 3 rows. Then four of them make one optimizer step of GSPO in float32 (AdamW,
-learning rate 1e-6, random rewards), and log s of the other twelve is measured in each setting between the same two
-sets of weights: what sets it apart from float32's is rounding.
+The model is SmolLM2-135M-Instruct, FOLDER holds GSM8K's train.jsonl. 16 responses of 512 tokens to its first four
+questions are sampled once, in float32; their first 32 and 128 tokens are the shorter ones. In each setting their
+log-probs are computed with the same weights: by the training forward, by the sampler (a KV cache, token by token),
+with 64 more columns of padding, and in micro-batches of 3 rows. Then four of them make one optimizer step of GSPO
+in float32 (AdamW, learning rate 1e-6, random rewards), and log s of the other twelve is measured in each setting
+between the same two sets of weights: what sets it apart from float32's is rounding.
 
 Published weights are bfloat16, so they lie on bf16's grid, where a small step of a float32 copy rounds back to the
 very same bf16 number. Weights in the midst of training do not: all is measured on weights moved off the grid, by
@@ -204,14 +204,14 @@ def draw(found, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, help="a folder or hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--gsm8k", default="openai/gsm8k", help="hub id, or a .jsonl with question and answer")
+    parser.add_argument("--gsm8k", type=Path, required=True, help="the folder with train.jsonl")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="hub id or folder")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results" / "precision")
     a = parser.parse_args()
     s = train_math.Settings(model=a.model, device="cpu", minibatches=4, group_size=GROUP)
     a.output_dir.mkdir(parents=True, exist_ok=True)
-    questions = train_math.load_questions(a.gsm8k, "train")[:PROMPTS]
+    questions = train_math.load_questions(str(a.gsm8k / "train.jsonl"), "train")[:PROMPTS]
     model, tokenizer = train_math.load(a.model, s)
     prompts = [train_math.encode_prompt(tokenizer, row["question"]) for row in questions]
     asked = [p for p in prompts for _ in range(GROUP)]
