@@ -197,7 +197,7 @@ def draw(found, path):
         axis.set_xticks(LENGTHS, map(str, LENGTHS))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc=(0.02, 0.16))
     axes[0].set_ylabel("spread (standard deviation) of log s")
     figure.savefig(path, dpi=120)
 
