@@ -836,7 +836,7 @@ class TestLogProbs:
     __test__ = not GRADING
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    @pytest.mark.parametrize("at_once", [2**24, 250, 1])  # all positions, three, or one of them
+    @pytest.mark.parametrize("at_once", [2**22, 250, 1])  # all positions, three, or one of them
     def test_equal_a_step_by_step_brute_force(self, tm, tiny, temperature, at_once):
         """One forward for each token, without padding, against all at once with padding."""
         model, tokenizer = tiny
@@ -1251,7 +1251,8 @@ class TestReadme:
         blocks = re.findall(r"```python\n(.*?)```\n(?:\s*```text\n(.*?)```)?", readme, re.DOTALL)
         assert blocks
         for code, output in blocks:
-            if any(f"from {engine}" in code and not importlib.util.find_spec(engine) for engine in ("trl", "verl")):
+            engines = [engine for engine in ("trl", "verl") if f"from {engine}" in code]
+            if not all((spec := importlib.util.find_spec(engine)) and spec.origin for engine in engines):
                 continue
             done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
             assert done.returncode == 0, f"{code}\n{done.stderr}"

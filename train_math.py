@@ -330,7 +330,7 @@ def end_tokens(model, tokenizer):
 def draw_tokens(probs):
     """One token a row, (n, V) -> (n, 1): where the cumulative probability first reaches a uniform number.
 
-    torch.multinomial draws V numbers a row: at V = 151,936, on a CPU, that alone outlasts a small model's forward."""
+    torch.multinomial draws V numbers a row: at V = 151,936, on a CPU, that outlasts the rest of a toy's step."""
     cumulative = probs.cumsum(dim=-1)
     uniform = 1 - torch.rand(len(probs), 1, device=probs.device)  # above 0, at most 1
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
@@ -352,8 +352,9 @@ def rollout(model, prompts, group_size, max_length, temperature, ends):
     cache = DynamicCache(config=model.config)
     forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
     logits = forward(input_ids=ids, attention_mask=mask, position_ids=position).logits[:, -1]
-    if logits.isnan().any():
-        raise Problem("the model's logits are NaN: its weights are damaged, or the --learning_rate was too high")
+    if logits.isnan().any() or logits.isposinf().any():
+        raise Problem("the model's logits are NaN or infinite: its weights are damaged, or the --learning_rate was too "
+                      "high")
     cache.batch_repeat_interleave(group_size)
     logits, mask, position = (x.repeat_interleave(group_size, dim=0) for x in (logits, mask, position[:, -1:]))
     rows = torch.arange(len(logits), device=model.device)  # the response that each row of the batch is writing
@@ -418,10 +419,10 @@ def build_minibatches(prompts, responses, advantages, s):
     return minibatches
 
 
-def response_log_probs(model, batch, temperature, at_once=2**24):
+def response_log_probs(model, batch, temperature, at_once=2**22):
     """log-probs (b, L - 1) of the response tokens, 0 elsewhere.
 
-    Only response positions go through the head, as many as give `at_once` logits (2^24 are 64 MB), and again in the
+    Only response positions go through the head, as many as give `at_once` logits (2^22 are 16 MB), and again in the
     backward pass: with a vocabulary of 151,936 the logits of all positions would be the peak of memory."""
     hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1][batch.mask]
     tokens = batch.ids[:, 1:][batch.mask]
@@ -609,7 +610,7 @@ def report_step(output, s, row):
     std = row["log_ratio_std"]  # of the policy's movement and of rounding together, hence the root of 2
     if s.algorithm != "grpo" and std is not None and std < 2**0.5 * row["log_ratio_rounding"]:
         say_once(output, "note: the updates move log s less than rounding does (metrics.jsonl: log_ratio_std against "
-                         "log_ratio_rounding): the clip is about rounding, not about the policy")
+                         "log_ratio_rounding): what is clipped, if anything, is rounding's choice, not the policy's")
 
 
 def report_evaluation(output, step, model, tokenizer, held_out, s):

@@ -13,8 +13,8 @@ Published weights are bfloat16, so they lie on bf16's grid, where a small step o
 very same bf16 number. Weights in the midst of training do not: all is measured on weights moved off the grid, by
 up to half a bf16 step each, and the optimizer step on the weights as published, too.
 
-TF32 needs a GPU; here it is emulated: inputs and weights of the linear layers rounded to 10 bits, sums in float32.
-float16 is slow on a CPU (no claim about GPUs). Raw figures, table.md: results/precision/; precision.png beside it."""
+TF32 needs a GPU; here it is emulated: inputs and weights of the linear layers (not attention's) are rounded to 10
+bits and summed in float32. float16 is slow on a CPU, which says nothing about GPUs. Raw figures, table.md: results/precision/; precision.png beside it."""
 import argparse
 import contextlib
 import copy
@@ -52,8 +52,8 @@ def emulated_tf32():
         torch.nn.Linear.forward = forward
 
 
-def autocast(dtype):
-    return lambda: torch.autocast("cpu", dtype)
+def autocast(dtype):  # without its cache, as that would keep the weights of before the step
+    return lambda: torch.autocast("cpu", dtype, cache_enabled=False)
 
 
 SETTINGS = {"float32": (torch.float32, contextlib.nullcontext), "TF32, emulated": (torch.float32, emulated_tf32),
@@ -134,7 +134,7 @@ def measure(model, prompts, responses, starts, moved, build, s):
                     "rows": compare(forward(model, few_rows)), "seconds": seconds}
         for start in STARTS:
             set_parameters(model, starts[start])
-            before = forward(model, minibatches[1:])
+            before = old if start == STARTS[0] else forward(model, minibatches[1:])
             set_parameters(model, moved[start, n])
             after = forward(model, minibatches[1:])
             found[n][start] = log_s([after[i] for i in sorted(after)], [before[i] for i in sorted(after)])
@@ -160,7 +160,7 @@ def rounding(found, name, n, start):
 def table(found):
     """Markdown: spreads of log s with the share of responses outside the clip range, and times over float32's."""
     lines = ["| setting | tokens | sampler against forward | 64 more pad columns | micro-batches of 3 rows | "
-             "same micro-batch, max | after one step | of that, rounding | the step on published weights | "
+             "same micro-batch, max | after one step | apart from float32's | the step on published weights | "
              "time, forward | with backward |", "|" + "---|" * 11]
     cell = lambda values: f"{statistics.stdev(values):.1e}, {outside(values):.0%} out"
     for name in found:
@@ -242,4 +242,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except train_math.Problem as problem:
+        sys.exit(f"precision.py: {problem}")
