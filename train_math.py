@@ -419,15 +419,15 @@ def build_minibatches(prompts, responses, advantages, s):
     return minibatches
 
 
-def response_log_probs(model, batch, temperature, at_once=2**22):
+def response_log_probs(model, batch, temperature, at_once=None):
     """log-probs (b, L - 1) of the response tokens, 0 elsewhere.
 
-    Only response positions go through the head, as many as give `at_once` logits (2^22 are 16 MB), and again in the
-    backward pass: with a vocabulary of 151,936 the logits of all positions would be the peak of memory."""
+    Only response positions go through the head, as many as give `at_once` logits (2^22 are 16 MB, the best on CPUs),
+    and again in the backward pass: with a vocabulary of 151,936 the logits of all would be the peak of memory."""
     hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1][batch.mask]
     tokens = batch.ids[:, 1:][batch.mask]
     head = model.get_output_embeddings()
-    chunk = max(1, at_once // len(head.weight))
+    chunk = max(1, (at_once or (2**22 if head.weight.device.type == "cpu" else 2**26)) // len(head.weight))
 
     def log_probs(hidden, tokens):
         return token_log_probs(head(hidden)[None], tokens[None], temperature)[0]
