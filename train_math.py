@@ -501,8 +501,8 @@ def summarise_rollout(responses, sampled_log_probs, advantages, minibatches, s):
     """Metrics of a rollout. The entropy, in nats a token, is estimated as the samples' mean of -log-prob; rounding
     is all that can set the sampler's log-probs apart from the old ones, as both are of the same weights."""
     tokens, dead = sum(map(len, responses)), (advantages.view(-1, s.group_size) == 0).all(dim=1)
-    apart = [(batch.old_log_probs.double().sum(dim=1) - sampled_log_probs[batch.rows].double().sum(dim=1))
-             / batch.mask.sum(dim=1) for minibatch in minibatches for batch in minibatch]
+    apart = [(batch.old_log_probs.cpu().double().sum(dim=1) - sampled_log_probs[batch.rows].cpu().double().sum(dim=1))
+             / batch.mask.sum(dim=1).cpu() for minibatch in minibatches for batch in minibatch]
     return {"response_length": tokens / len(responses), "entropy": -sampled_log_probs.sum().item() / tokens,
             "equal_reward_groups": dead.float().mean().item(),
             "log_ratio_rounding": torch.cat(apart).std().item() if apart else None}
