@@ -277,7 +277,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--vocabulary", type=int, nargs="+", choices=PROMPTS, default=list(PROMPTS))
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=7, help="the first is dropped")
+    parser.add_argument("--rounds", type=int, default=6, help="the first is dropped")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results" / "bench_vs_trl")
     a = parser.parse_args()
     if a.rounds < 2:
