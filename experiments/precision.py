@@ -14,7 +14,8 @@ very same bf16 number. Weights in the midst of training do not: all is measured 
 up to half a bf16 step each, and the optimizer step on the weights as published, too.
 
 TF32 needs a GPU; here it is emulated: inputs and weights of the linear layers (not attention's) are rounded to 10
-bits and summed in float32. float16 is slow on a CPU, which says nothing about GPUs. Raw figures, table.md: results/precision/; precision.png beside it."""
+bits and summed in float32. float16 is slow on a CPU, which says nothing about GPUs. Raw figures and
+table.md: results/precision/; precision.png beside it."""
 import argparse
 import contextlib
 import copy
@@ -105,12 +106,12 @@ def set_parameters(model, values):
         p.copy_(value)
 
 
-def float32_step(model, start, minibatch, size, s):
+def float32_step(model, start, minibatch, s):
     """The parameters after one optimizer step of GSPO from `start`, in float32."""
     set_parameters(model, start)
     for batch in minibatch:
         new = log_probs(model, batch)
-        gspo_loss(new, new, batch.advantages, batch.mask, LOW, HIGH, denominator=size).backward()
+        gspo_loss(new, new, batch.advantages, batch.mask, LOW, HIGH, denominator=GROUP).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm)
     torch.optim.AdamW(model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=0).step()
     model.zero_grad()
@@ -152,9 +153,9 @@ def outside(values):
     return sum(not 1 - LOW <= torch.tensor(x, dtype=torch.float64).exp() <= 1 + HIGH for x in values) / len(values)
 
 
-def rounding(found, name, n, start):
+def rounding(found, name, n):
     """What sets a setting's log s after the step apart from float32's: its standard deviation."""
-    return statistics.stdev(x - y for x, y in zip(found[name][n][start], found["float32"][n][start]))
+    return statistics.stdev(x - y for x, y in zip(found[name][n][STARTS[0]], found["float32"][n][STARTS[0]]))
 
 
 def table(found):
@@ -169,7 +170,7 @@ def table(found):
             trained = found[name]["seconds with backward"] / found["float32"]["seconds with backward"]
             lines.append(f"| {name} | {n} | " + " | ".join(cell(own[k]) for k in ("decode", "padding", "rows"))
                          + f" | {max(map(abs, own['again'])):.1g} | {cell(own[STARTS[0]])} | "
-                         + ("reference" if name == "float32" else f"{rounding(found, name, n, STARTS[0]):.1e}")
+                         + ("reference" if name == "float32" else f"{rounding(found, name, n):.1e}")
                          + f" | {cell(own[STARTS[1]])} | "
                          + (f"{own['seconds'] / reference['seconds']:.2f} | " if "emulated" not in name else "- | ")
                          + (f"{trained:.2f} |" if n == str(min(LENGTHS)) and "emulated" not in name else "- |"))
@@ -186,7 +187,7 @@ def draw(found, path):
         points = [statistics.stdev(found[name][str(n)]["decode"]) for n in LENGTHS]
         axes[0].plot(LENGTHS, points, marker="o", color=f"C{i}", label=name)
         if name != "float32":
-            points = [rounding(found, name, str(n), STARTS[0]) for n in LENGTHS]
+            points = [rounding(found, name, str(n)) for n in LENGTHS]
             axes[1].plot(LENGTHS, points, marker="o", color=f"C{i}", label=f"rounding in {name}")
     points = [statistics.stdev(found["float32"][str(n)][STARTS[0]]) for n in LENGTHS]
     axes[1].plot(LENGTHS, points, color="black", marker="s", label="the policy's own movement")
@@ -226,7 +227,7 @@ def main():
         return train_math.build_minibatches(asked, cut, advantages, replace(s, micro_batch_tokens=micro_batch_tokens))
 
     print("one step in float32, for each length and start")
-    moved = {(start, n): float32_step(model, starts[start], build(n, s.micro_batch_tokens)[0], GROUP, s)
+    moved = {(start, n): float32_step(model, starts[start], build(n, s.micro_batch_tokens)[0], s)
              for start in tqdm(STARTS) for n in LENGTHS}
     for name in tqdm(a.settings):
         dtype, setting = SETTINGS[name]
