@@ -1,0 +1,318 @@
+"""What rivals.py passes into train_math.train: two tasks, and losses, advantages, a critic, Routing Replay,
+an inference engine. Each piece stands alone, and test_rivals.py says what it must do."""
+import copy
+import random
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+import train_math
+from gspo import _log_ratio, _loss, _token_mean, grpo_loss, sequence_ratio
+
+# ---- tasks: questions, and a model that solves them less often than it could --------------------------------
+
+LABELS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def fibonacci(rng, least, most, slips=0.0, gives_up=0.0):
+    """{"question", "answer", "worked"}: Fibonacci numbers modulo 10, counted down, 6 tokens a step.
+
+    "37c" -> worked "c3+7=0b7+0=7a0+7=7\\n#### 7", answer "#### 7". A sloppy teacher slips in a step, and all
+    that follows is wrong, or gives up midway and guesses."""
+    n = rng.randint(least, most)
+    x, y = u, v = a, b = rng.randrange(10), rng.randrange(10)
+    written, steps = "", rng.randrange(n) if rng.random() < gives_up else n
+    for i in range(n):
+        x, y = y, (x + y) % 10  # the truth
+        if i < steps:
+            w = rng.randrange(10) if rng.random() < slips else (u + v) % 10
+            written += f"{LABELS[n - 1 - i]}{u}+{v}={w}"
+            u, v = v, w
+    given = v if steps == n else rng.randrange(10)
+    return {"question": f"{a}{b}{LABELS[n - 1]}", "answer": f"#### {y}", "worked": f"{written}\n#### {given}"}
+
+
+def long_questions(seed, n):
+    """Of 20 to 32 steps: 127 to 199 tokens, if all of them are written. One in four is for the seed "held
+    out" alone."""
+    rng, rows = random.Random(f"long {seed}"), []
+    while len(rows) < n:
+        row = fibonacci(rng, 20, 32)
+        if (sum(map(ord, row["question"])) % 4 == 0) == (seed == "held out"):
+            rows.append(row)
+    return rows
+
+
+def long_cold_start(model, tokenizer, seed):
+    """Teach the model to count, then a sloppy teacher's ways, until it is right in less than a third."""
+    rng, probe = random.Random(seed), long_questions("probe", 128)
+    s = train_math.Settings(max_completion_length=210)
+
+    def teach(steps, size, rate, *how):
+        def row():
+            row = fibonacci(rng, *how)
+            return {**row, "answer": row["worked"]}
+        train_math.supervise(model, tokenizer, row, steps, size, rate, "cold start")
+        return train_math.evaluate(model, tokenizer, probe, s, temperature=1.0)[0]["strict"]
+
+    torch.manual_seed(seed)
+    skill = teach(250, 96, 4e-3, 1, 6)
+    while skill < 0.9:
+        skill = right = teach(200, 24, 3e-3, 16, 52)
+    while right > 0.33:
+        right = teach(20, 32, 1e-3, 20, 32, 0.05, 0.1)
+    return skill, right
+
+
+def short_questions(seed, n):
+    """train_math.py's own word problems, of up to 40 tokens."""
+    rows = train_math.tiny_questions(0)
+    return rows[:n] if seed == "held out" else random.Random(f"short {seed}").sample(rows[512:], n)
+
+
+def short_cold_start(model, tokenizer, seed):
+    """train_math.py's own: to write sums out, then to guess at once."""
+    s = train_math.parse_settings(["--tiny", "--seed", str(seed)])
+    train_math.cold_start(model, tokenizer, train_math.tiny_questions(0), s)
+    return None, None
+
+
+def dense(tokenizer, seed):
+    return train_math.tiny_model(tokenizer, seed)
+
+
+def moe(tokenizer, seed):
+    """A Qwen3-MoE of 3 layers, 16 experts, 2 of them for each token, not trained."""
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=2,
+        norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).eval()
+
+
+# ---- losses and advantages ----------------------------------------------------------------------------------
+
+
+def surrogate(weight, gate, cap=None):
+    """A loss in which token t of response i weighs w_{i,t} A_i / |y_i|, or nothing where the gate's ratio is
+    clipped.
+
+    weight and gate: "token", "sequence" or "one" (a ratio that stays 1); the weight at most `cap`. (token,
+    token) has GRPO's gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
+    def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
+        with torch.no_grad():
+            token = _log_ratio(log_probs, old_log_probs, mask).exp()
+            sequence = sequence_ratio(log_probs, old_log_probs, mask)[:, None].expand_as(token)
+            ratios = {"token": token, "sequence": sequence, "one": torch.ones_like(token)}
+            a, r = advantages[:, None], ratios[gate]
+            clipped = ((a > 0) & (r > 1 + eps_high)) | ((a < 0) & (r < 1 - eps_low))
+            coefficient = (ratios[weight].clamp(max=cap or torch.inf) * a).masked_fill(clipped, 0)
+        return _loss(_token_mean(coefficient * log_probs, mask), denominator)
+    return loss
+
+
+def softmax_advantages(rewards, group_size, tau=0.5):
+    """"Grouped Softmax": softmax(r / tau) over the group, which is reward-weighted regression (all weights >
+    0)."""
+    return torch.softmax(rewards.view(-1, group_size) / tau, dim=1).flatten()
+
+
+def best_of_n_advantages(rewards, group_size):
+    """"Grouped Rejection": all weight on the best response, or shared among the best: rejection-sampling
+    fine-tuning."""
+    groups = rewards.view(-1, group_size)
+    best = (groups == groups.max(dim=1, keepdim=True).values).float()
+    return (best / best.sum(dim=1, keepdim=True)).flatten()
+
+
+STEP = re.compile(r"([0-9]+)([+*])([0-9]+)=([0-9]+)")
+
+
+def step_rewards(text, reward, modulo):
+    """[(end, reward)] of a response's steps, in characters: each sum written is worth 1 if it is right in
+    itself, the rest of the text the one reward."""
+    parts = []
+    for step in STEP.finditer(text):
+        a, b, given = (int(step[i]) for i in (1, 3, 4))
+        truth = a + b if step[2] == "+" else a * b
+        parts.append((step.end(), float(given == (truth % modulo if modulo else truth))))
+    return parts + [(len(text), reward)]
+
+
+class StepAdvantages:
+    """GSPO-token's advantages (B, T): each written step by its own arithmetic, normalised over the group's
+    tokens.
+
+    Its two methods replace train_math's functions of these names. One character must be one token."""
+
+    def __init__(self, tokenizer, modulo=None):
+        self.tokenizer, self.modulo = tokenizer, modulo
+
+    def group_advantages(self, rewards, group_size):
+        self.rewards, self.group_size = rewards.tolist(), group_size
+        return torch.ones_like(rewards)  # none is left out: a group of equal rewards may have steps that differ
+
+    def build_minibatches(self, prompts, responses, advantages, s):
+        rows = []
+        for response, reward in zip(responses, self.rewards):
+            text, row = self.tokenizer.decode(response, skip_special_tokens=True), []
+            for end, r in step_rewards(text, reward, self.modulo):
+                row += [r] * (end - len(row))
+            rows.append(torch.tensor(row + [reward] * (len(response) - len(row))))  # the end token
+        credit = []
+        for i in range(0, len(rows), self.group_size):
+            together = torch.cat(rows[i:i + self.group_size])
+            credit += [(row - together.mean()) / (together.std() + 1e-4) for row in rows[i:i + self.group_size]]
+        minibatches = build_minibatches(prompts, responses, advantages, s)
+        for batch in [batch for minibatch in minibatches for batch in minibatch]:
+            flat = torch.cat([credit[i] for i in batch.rows])
+            batch.advantages = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
+        return minibatches
+
+
+# ---- PPO's critic -------------------------------------------------------------------------------------------
+
+
+def gae(values, rewards, mask, lam):
+    """Generalised advantage estimation (Schulman et al. 2016) without discount: (b, T), the reward (b,) at
+    the end.
+
+    values (b, T): of the state before each token. A_t = sum_k lam^k delta_{t+k}, delta_t = V_{t+1} - V_t, and
+    at the last token r - V_t."""
+    mask, advantages, after = mask.bool(), torch.zeros_like(values), torch.zeros_like(rewards)
+    value_after = rewards.clone()
+    for t in reversed(range(values.shape[1])):
+        here = mask[:, t]
+        after = torch.where(here, value_after - values[:, t] + lam * after, after)
+        value_after = torch.where(here, values[:, t], value_after)
+        advantages[:, t] = after * here
+    return advantages
+
+
+class Critic:
+    """PPO: a linear value head on the policy's hidden states, GAE, and grpo_loss with (B, T) advantages as
+    its clipped objective; the value's squared error is added to the loss.
+
+    Its methods replace train_math's functions of these names. A minibatch must be one micro-batch, as
+    advantages are normalised over it."""
+
+    def __init__(self, model, lam, weight=0.1):
+        self.model, self.lam, self.weight = model, lam, weight
+        model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
+        for p in model.value_head.parameters():
+            torch.nn.init.zeros_(p)
+        model.base_model.register_forward_hook(self.keep_hidden)
+
+    def keep_hidden(self, module, args, output):
+        self.hidden = output.last_hidden_state
+
+    def group_advantages(self, rewards, group_size):
+        return rewards - 0.5  # no groups here; and not 0, which would be left out as having no gradient
+
+    def response_log_probs(self, model, batch, temperature):
+        log_probs = response_log_probs(model, batch, temperature)
+        values = model.value_head(self.hidden[:, :-1])[..., 0]
+        if not torch.is_grad_enabled():  # the old policy's pass
+            advantages = gae(values, batch.advantages, batch.mask, self.lam)
+            batch.returns, flat = advantages + values, advantages[batch.mask]
+            batch.advantages = ((advantages - flat.mean()) / (flat.std() + 1e-4)).masked_fill(~batch.mask, 0)
+        else:
+            self.error = _token_mean((values - batch.returns) ** 2, batch.mask).mean()
+        return log_probs
+
+    def loss(self, *arguments, **more):
+        return grpo_loss(*arguments, **more) + self.weight * self.error
+
+
+# ---- Routing Replay -----------------------------------------------------------------------------------------
+
+
+class RoutingReplay:
+    """Records each token's experts in the old policy's pass; in the update, `replay` sends it to them again,
+    with the current gate's weights (paper, 5.3). `changed`: the share of a batch's (token, expert) choices
+    that the current gate would not make, in each forward of the updates. `response_log_probs` replaces
+    train_math's."""
+
+    def __init__(self, model, replay):
+        self.replay, self.changed, self.recording, self.routes = replay, [], False, None
+        for gate in (m for m in model.modules() if isinstance(m, Qwen3MoeTopKRouter)):
+            gate.register_forward_hook(self.route)
+
+    def route(self, gate, args, output):
+        logits, _, experts = output
+        if self.routes is None:  # sampling
+            return output
+        if self.recording:
+            self.routes.append(experts)
+            return output
+        old = self.routes[len(self.chosen)]
+        self.chosen.append(experts)
+        if self.replay:
+            weights = torch.softmax(logits, dim=-1, dtype=torch.float).gather(1, old)
+            if gate.norm_topk_prob:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            return logits, weights.to(logits.dtype), old
+
+    def response_log_probs(self, model, batch, temperature):
+        self.recording = not torch.is_grad_enabled()
+        if self.recording:
+            batch.routes = []
+        self.routes, self.chosen = batch.routes, []
+        log_probs = response_log_probs(model, batch, temperature)
+        self.routes = None
+        if not self.recording:
+            at = torch.nn.functional.pad(batch.mask, (0, 1)).flatten()
+            same = [(old[at][:, :, None] == new[at][:, None, :]).any(dim=1).float().mean()
+                    for old, new in zip(batch.routes, self.chosen, strict=True)]
+            self.changed.append(1 - sum(same).item() / len(same))
+        return log_probs
+
+
+# ---- an inference engine ------------------------------------------------------------------------------------
+
+
+def float8(x):
+    """x rounded to 8 bits (e4m3) with one scale a tensor."""
+    scale = x.abs().max() / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+class Engine:
+    """A sampler that is not quite the policy: "bf16" computes in bfloat16, "float8" has its weights rounded
+    to 8 bits, "stale" is the policy of 4 rollouts ago. With `direct` its likelihoods are the old log-probs;
+    otherwise the training forward gives them, as always. Its methods replace train_math's functions of these
+    names."""
+
+    def __init__(self, kind, direct):
+        self.kind, self.direct, self.past = kind, direct, []
+
+    def rollout(self, model, *arguments):
+        engine = copy.deepcopy(model)
+        if self.kind == "bf16":
+            engine.to(torch.bfloat16)
+        elif self.kind == "float8":
+            for p in engine.parameters():
+                if p.dim() > 1:
+                    p.data = float8(p.data)
+        elif self.kind == "stale":
+            self.past = (self.past + [engine])[-5:]
+            engine = self.past[0]
+        responses, self.reported = rollout(engine, *arguments)
+        return responses, self.reported
+
+    def response_log_probs(self, model, batch, temperature):
+        if not self.direct or torch.is_grad_enabled():
+            return response_log_probs(model, batch, temperature)
+        lengths = batch.mask.sum(dim=1).tolist()
+        flat = torch.cat([self.reported[i, :n] for i, n in zip(batch.rows, lengths)])
+        return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
+
+
+build_minibatches, response_log_probs, rollout = (  # as they are, whatever is put in their place later
+    train_math.build_minibatches, train_math.response_log_probs, train_math.rollout)

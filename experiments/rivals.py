@@ -1,0 +1,298 @@
+"""GSPO against its rivals, on tasks that a CPU core trains in half a minute: every arm three times from each
+of three cold starts, on train_math.train, into which the rival's pieces (rival_parts.py) are passed.
+
+    python experiments/rivals.py factorial      # which part of GSPO helps? the centre
+    python experiments/rivals.py NAME           # one of the others below; `all` for all of them
+    python experiments/rivals.py ratios         # the ratios of one rollout, and both clip ranges (ratios.py)
+    python experiments/rivals.py exact          # no training: exact gradients of an enumerable policy (exact.py)
+
+Runs are kept in results/rivals/runs.jsonl, a line each, and none is run twice: an interrupted experiment goes
+on where it stopped, and arms that two experiments share are run once (delete lines to run them anew). Each
+experiment ends with results/rivals/NAME.md and NAME.png. Cold starts are kept in runs/rivals."""
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+import exact
+import ratios
+import rival_parts as parts
+import train_math
+
+RESULTS, COLD = Path(__file__).resolve().parent / "results" / "rivals", Path("runs/rivals")
+COMMON = dict(tiny=True, device="cpu", format_weight=0.0, prompts_per_step=16, group_size=8, minibatches=4,
+              micro_batch_tokens=10**6, max_steps=12, save_steps=10**6)
+LONG = dict(max_completion_length=210, learning_rate=3e-4)
+TASKS = {"long": (parts.dense, parts.long_cold_start, parts.long_questions, LONG),
+         "short": (parts.dense, parts.short_cold_start, parts.short_questions,
+                   dict(max_completion_length=40, learning_rate=8e-5)),
+         "long_moe": (parts.moe, parts.long_cold_start, parts.long_questions, LONG)}
+KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm", "seconds_update")
+
+# ---- the experiments: {panel: {label: arm}} ----------------------------------------------------------------
+
+GSPO, GRPO = "gspo", "grpo"
+
+
+def arm(algorithm, eps, task="long", epochs=4, **pieces):
+    """What sets a run apart, for JSON. eps is the lower clip range; the upper is 4/3 of it, as in GSPO's
+    paper."""
+    return {"task": task, "algorithm": algorithm, "eps": eps, "epochs": epochs, **pieces}
+
+
+def factorial(sequence, token, **more):
+    """weight x gate; the algorithm says which ratio is gated (and which one the metrics describe)."""
+    arms = {}
+    for gate, algorithm, eps in (("sequence", GSPO, sequence), ("token", GRPO, token)):
+        for weight, cap in (("sequence", None), ("one", None), ("token", 2), ("token", None)):
+            name = "GSPO" if weight == gate == "sequence" else "GRPO" if weight == gate and not cap else ""
+            label = f"weight {weight}{', at most 2' if cap else ''}\n{gate} gate {eps:g}"
+            loss = {} if name else {"loss": [weight, gate, cap]}
+            arms[f"{name}: {label}" if name else label] = arm(algorithm, eps, **loss, **more)
+    return arms
+
+
+def both(gspo, grpo, label="", **more):
+    return {f"GSPO{label}": arm(GSPO, gspo, **more), f"GRPO{label}": arm(GRPO, grpo, **more)}
+
+
+BEST = dict(gspo=0.003, grpo=0.1)  # of clip_range, on the long task
+EXPERIMENTS = {
+    "clip_range": {
+        "GSPO, lower clip range": {f"{e:g}": arm(GSPO, e) for e in (3e-4, 1e-3, 3e-3, 1e-2)},
+        "GRPO, lower clip range": {f"{e:g}": arm(GRPO, e) for e in (3e-4, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.5)}},
+    "factorial": {
+        "long responses, 4 epochs a rollout": factorial(0.003, 0.1),
+        "the same, 1 epoch a rollout": factorial(0.003, 0.1, epochs=1),
+        "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
+    "learning_rate": {f"learning rate {rate:g}": both(**BEST, learning_rate=rate) for rate in (1e-4, 6e-4)},
+    "long_run": {"40 rollouts": {f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, max_steps=40)
+                                 for algorithm, eps in ((GSPO, 0.003), (GSPO, 3e-4), (GRPO, 0.1),
+                                                        (GRPO, 0.2))}},
+    "critic": {"": both(**BEST) | {f"PPO, critic, GAE {lam:g}": arm(GRPO, BEST["grpo"], critic=lam)
+                                   for lam in (1, 0.95)}},
+    "advantages": {"": both(**BEST) | {
+        "reward-weighted\nregression": arm(GSPO, 0.003, advantages="softmax_advantages"),
+        "best of n": arm(GSPO, 0.003, advantages="best_of_n_advantages")}},
+    "credit": {name: {"GSPO, one reward": arm(GSPO, eps, **more),
+                      "GSPO-token, one reward": arm("gspo_token", eps, **more),
+                      "GSPO-token, reward of each step": arm("gspo_token", eps, step_rewards=True, **more)}
+               for name, eps, more in (("long responses", 0.003, {}),
+                                       ("short responses", 0.03, {"task": "short"}))},
+    "moe": {"": {**both(**BEST, task="long_moe", replay=False),
+                 **both(**BEST, label=", Routing Replay", task="long_moe", replay=True)}},
+    "engine": {name: both(**BEST) | both(**BEST, label=", recomputed", engine=[kind, False])
+               | both(**BEST, label=", the engine's", engine=[kind, True])
+               for name, kind in (("bf16 sampler", "bf16"), ("8-bit weights", "float8"),
+                                  ("4 rollouts old", "stale"))}}
+
+# ---- one run -----------------------------------------------------------------------------------------------
+
+
+def settings_of(task):
+    return train_math.Settings(**COMMON, **TASKS[task][-1])
+
+
+def cold_start(task, cold):
+    """Make the folder of a cold start, unless it is there."""
+    make, teach, questions, settings = TASKS[task]
+    folder = COLD / f"{task}-{cold}"
+    if not folder.exists():
+        torch.set_num_threads(1)
+        tokenizer = train_math.tiny_tokenizer()
+        model = make(tokenizer, cold)
+        with contextlib.redirect_stdout(io.StringIO()):
+            teach(model, tokenizer, cold)
+        right = accuracy(model, tokenizer, task, cold)
+        model.save_pretrained(aside := folder.with_suffix(".partial"))
+        (aside / "right.json").write_text(json.dumps(right))
+        aside.rename(folder)
+    return json.loads((folder / "right.json").read_text())
+
+
+def accuracy(model, tokenizer, task, cold):
+    """Share of right answers, sampled at temperature 1, on 256 questions that the training never sees."""
+    torch.manual_seed(cold)
+    questions = TASKS[task][2]("held out", 256)
+    return train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature=1.0)[0]["strict"]
+
+
+def one_rollout(cold):
+    """What ratios.py asks for: the responses of one rollout on the long task, after four optimizer steps."""
+    cold_start("long", cold)
+    s = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=BEST["gspo"], eps_high=0.004)
+    model = AutoModelForCausalLM.from_pretrained(COLD / f"long-{cold}").eval()
+    questions = parts.long_questions(s.seed, s.prompts_per_step)
+    return s.seed, ratios.after_one_rollout(model, train_math.tiny_tokenizer(), questions, s)
+
+
+def run(spec, cold, seed):
+    """Train one arm; the line of runs.jsonl."""
+    torch.set_num_threads(1)
+    make, teach, questions, settings = TASKS[spec["task"]]
+    tokenizer, steps = train_math.tiny_tokenizer(), []
+    model = AutoModelForCausalLM.from_pretrained(COLD / f"{spec['task']}-{cold}").eval()
+    pieces = {"draw": lambda *_: None, "report_step": lambda output, s, row: steps.append(row)}
+    losses, replay = {}, None
+    if "loss" in spec:
+        losses[spec["algorithm"]] = parts.surrogate(*spec["loss"])
+    if "advantages" in spec:
+        pieces["group_advantages"] = getattr(parts, spec["advantages"])
+    if "critic" in spec:
+        critic = parts.Critic(model, spec["critic"])
+        losses["grpo"] = critic.loss
+        pieces |= {name: getattr(critic, name) for name in ("group_advantages", "response_log_probs")}
+    if "step_rewards" in spec:
+        credit = parts.StepAdvantages(tokenizer, modulo=10 if spec["task"] == "long" else None)
+        pieces |= {name: getattr(credit, name) for name in ("group_advantages", "build_minibatches")}
+    if "replay" in spec:
+        replay = parts.RoutingReplay(model, spec["replay"])
+        pieces["response_log_probs"] = replay.response_log_probs
+    if "engine" in spec:
+        engine = parts.Engine(*spec["engine"])
+        pieces |= {name: getattr(engine, name) for name in ("rollout", "response_log_probs")}
+    own = {name: spec[name] for name in ("algorithm", "epochs", "learning_rate", "max_steps") if name in spec}
+    s = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=spec["eps"],
+                eps_high=float(f"{spec['eps'] * 4 / 3:.2g}"))
+    with (tempfile.TemporaryDirectory() as s.output_dir, mock.patch.multiple(train_math, **pieces),
+          mock.patch.dict(train_math.LOSSES, losses), contextlib.redirect_stdout(io.StringIO())):
+        train_math.train(s, model, tokenizer, questions(seed, s.prompts_per_step * s.max_steps), [])
+    row = {"arm": spec, "cold": cold, "seed": seed, "accuracy": accuracy(model, tokenizer, spec["task"], cold)}
+    for name in KEPT:
+        row[name] = [None if step[name] is None else float(f"{step[name]:.4g}") for step in steps]
+    if replay:
+        row["changed"] = [float(f"{x:.4g}") for x in replay.changed]
+    return row
+
+
+# ---- all runs of an experiment -----------------------------------------------------------------------------
+
+
+def same(row, spec, cold, seed):
+    return (row["arm"], row["cold"], row["seed"]) == (spec, cold, seed)
+
+
+def run_all(arms, colds, seeds, jobs):
+    """Cold starts and runs that are not there yet, on `jobs` processes. Returns the rows of these arms."""
+    path = RESULTS / "runs.jsonl"
+    wanted = [(spec, cold, 100 * cold + k) for k in range(seeds) for cold in range(colds) for spec in arms]
+    there = train_math.read(path)
+    missing = [w for i, w in enumerate(wanted)
+               if w not in wanted[:i] and not any(same(row, *w) for row in there)]
+    starts = sorted({(spec["task"], cold) for spec, cold, _ in missing})
+    os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # the workers'
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            futures = [pool.submit(cold_start, *start) for start in starts]
+            for future in tqdm(as_completed(futures), "cold starts", len(futures)):
+                future.result()
+            futures = [pool.submit(run, *w) for w in missing]
+            for future in tqdm(as_completed(futures), "runs", len(futures)):
+                train_math.append(path, future.result())
+        except BaseException:  # Ctrl-C, too: what is running is lost, what is done is kept
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [row for row in train_math.read(path) if any(same(row, *w) for w in wanted)]
+
+
+# ---- report ------------------------------------------------------------------------------------------------
+
+
+def mean(values):
+    values = [v for v in values if v is not None]
+    return statistics.fmean(values) if values else float("nan")
+
+
+def table(name, rows):
+    """Markdown: an arm a line, with the mean and every value."""
+    lines = ["| arm | right, mean | each run, cold start by cold start | reward over the run | clipped "
+             "| std of log s | entropy, last |", "|---|---|---|---|---|---|---|"]
+    for panel, arms in EXPERIMENTS[name].items():
+        for label, spec in arms.items():
+            own = sorted((r for r in rows if r["arm"] == spec), key=lambda r: r["seed"])
+            if not own:
+                continue
+            values = "; ".join(" ".join(f"{r['accuracy']:.2f}" for r in own if r["cold"] == cold)
+                               for cold in sorted({r["cold"] for r in own}))
+            title = ": ".join(filter(None, (panel, label.replace("\n", ", "))))
+            changed = mean([x for r in own for x in r.get("changed", [])])
+            lines.append(f"| {title} | {mean([r['accuracy'] for r in own]):.2f} | {values} | "
+                         f"{mean([x for r in own for x in r['reward']]):.2f} | "
+                         f"{mean([x for r in own for x in r['clip_fraction']]):.1%} | "
+                         f"{mean([x for r in own for x in r['log_ratio_std']]):.1e} | "
+                         f"{mean([r['entropy'][-1] for r in own]):.3f} |"
+                         + (f" {changed:.1%} of experts changed |" if "changed" in own[0] else ""))
+    return "\n".join(lines) + "\n"
+
+
+def draw(name, rows, path):
+    """A dot a run, coloured by cold start, and a bar at the arm's mean; dashed, the cold starts."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    panels = EXPERIMENTS[name]
+    figure, axes = plt.subplots(1, len(panels), figsize=(3 + 4 * len(panels), 4.5), sharey=True, squeeze=False,
+                                layout="constrained")
+    for axis, (panel, arms) in zip(axes[0], panels.items()):
+        for y, (label, spec) in enumerate(arms.items()):
+            own = [r for r in rows if r["arm"] == spec]
+            for r in own:
+                axis.plot(r["accuracy"], y + 0.15 * (r["cold"] - 1), "o", color=f"C{r['cold']}", alpha=0.7,
+                          markersize=5)
+            if own:
+                average = mean([r["accuracy"] for r in own])
+                axis.plot([average] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
+        axis.set_yticks(range(len(arms)), list(arms))
+        axis.tick_params(labelleft=True)
+        axis.set(title=panel, xlabel="right answers after training", xlim=(0, 1), ylim=(len(arms) - 0.5, -0.5))
+        axis.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=["exact", "ratios", *EXPERIMENTS, "all"])
+    parser.add_argument("--colds", type=int, default=3, help="cold starts")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds, from each cold start")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
+                        help="processes, a core each")
+    parser.add_argument("--model", help="for ratios: hub id or folder of real weights")
+    parser.add_argument("--gsm8k", help="for ratios: the folder with train.jsonl")
+    args = parser.parse_args()
+    if min(args.colds, args.seeds, args.jobs) < 1:
+        parser.error("--colds, --seeds and --jobs must be at least 1")
+    if (args.model is None) != (args.gsm8k is None):
+        parser.error("--model and --gsm8k go together")
+    for folder in (RESULTS, COLD):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.name in ("exact", "all"):
+        exact.main(RESULTS)
+    if args.name in ("ratios", "all"):
+        torch.set_num_threads(1)
+        rollouts = tqdm(map(one_rollout, range(args.colds)), "rollouts", args.colds)
+        ratios.main(RESULTS, rollouts, args.model, args.gsm8k)
+    names = {"all": EXPERIMENTS, "exact": [], "ratios": []}.get(args.name, [args.name])
+    for name in names:
+        arms = [spec for panel in EXPERIMENTS[name].values() for spec in panel.values()]
+        rows = run_all(arms, args.colds, args.seeds, args.jobs)
+        (RESULTS / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
+        draw(name, rows, RESULTS / f"{name}.png")
+        print(table(name, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""The pieces that rivals.py passes into the loop do what their names say, and so does exact.py's
+arithmetic."""
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import pytest
+import torch
+from torch.testing import assert_close
+
+import exact
+import rival_parts as parts
+import rivals
+import train_math
+from gspo import gspo_loss, grpo_loss
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def batch():
+    """log_probs, old_log_probs, advantages, mask of 6 responses of 2 to 7 tokens, some ratios beyond any
+    range."""
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, 7, generator=g) * 3
+    new = old + 0.3 * torch.randn(6, 7, generator=g)
+    return new, old, torch.randn(6, generator=g), torch.arange(7) < torch.arange(2, 8)[:, None]
+
+
+def gradient(loss, batch, *eps):
+    log_probs = batch[0].clone().requires_grad_()
+    return torch.autograd.grad(loss(log_probs, *batch[1:], *eps, denominator=6), log_probs)[0]
+
+
+class TestSurrogate:
+    @pytest.mark.parametrize("ratio, loss", [("token", grpo_loss), ("sequence", gspo_loss)])
+    @pytest.mark.parametrize("eps", [(0.003, 0.004), (0.1, 0.2), (0.9, 9.0)])
+    def test_has_the_gradient_of_the_algorithm_on_its_diagonal(self, batch, ratio, loss, eps):
+        assert_close(gradient(parts.surrogate(ratio, ratio), batch, *eps), gradient(loss, batch, *eps))
+
+    def test_off_the_diagonal_has_one_ratios_weight_and_the_others_gate(self, batch):
+        weights = gradient(parts.surrogate("token", "one"), batch, 0, 0)  # a ratio of 1 is never clipped
+        gate = gradient(parts.surrogate("one", "sequence"), batch, 0.01, 0.02)
+        plain = gradient(parts.surrogate("one", "one"), batch, 0, 0)
+        assert_close(gradient(parts.surrogate("token", "sequence"), batch, 0.01, 0.02),
+                     weights * (gate != 0), msg="weight: the token's ratio; gate: the sequence's")
+        assert_close(gate[gate != 0], plain[gate != 0])
+        assert 0 < (gate != 0).sum() < batch[3].sum()
+
+    def test_caps_the_weight(self, batch):
+        capped, free, plain = (gradient(parts.surrogate(weight, "one", cap), batch, 0, 0)
+                               for weight, cap in (("token", 1.1), ("token", None), ("one", None)))
+        mask = batch[3]
+        assert_close((capped / plain)[mask], (free / plain)[mask].clamp(max=1.1))
+
+
+class TestAdvantages:
+    def test_softmax_and_best_of_n(self):
+        rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+        e = torch.tensor(2.0).exp()
+        assert_close(parts.softmax_advantages(rewards, 3, tau=0.5)[:3], torch.tensor([e, 1, 1]) / (e + 2))
+        assert_close(parts.best_of_n_advantages(rewards, 3), torch.tensor([1, 0, 0, 0, 0.5, 0.5]))
+
+    def test_of_steps_credit_each_sum_by_its_own_arithmetic(self):
+        text = "c3+7=0b7+0=8a0+8=8\n#### 8"  # one slip, then right in itself; the answer is wrong
+        assert parts.step_rewards(text, 0.0, modulo=10) == [(6, 1.0), (12, 0.0), (18, 1.0), (25, 0.0)]
+        assert parts.step_rewards("50*3=150\n#### 150", 1.0, None) == [(8, 1.0), (17, 1.0)]
+        assert parts.step_rewards("30+7=38\n", 0.0, None) == [(7, 0.0), (8, 0.0)]
+
+    def test_of_steps_lie_on_the_steps_tokens_and_have_mean_0_over_the_group(self):
+        tokenizer = train_math.tiny_tokenizer()
+        texts = ["a1+1=2\n#### 2", "a1+1=3\n#### 3", "#### 9", "#### 2"]
+        responses = [tokenizer(t).input_ids + [tokenizer.eos_token_id] for t in texts]
+        credit = parts.StepAdvantages(tokenizer, modulo=10)
+        ones = credit.group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 4)
+        s = train_math.Settings(device="cpu", minibatches=1, micro_batch_tokens=32)
+        (small, large), = credit.build_minibatches([[5, 6]] * 4, responses, ones, s)
+        advantages = {row: a[m] for b in (small, large) for row, a, m in zip(b.rows, b.advantages, b.mask)}
+        assert [len(advantages[i]) for i in range(4)] == [len(r) for r in responses]
+        assert (advantages[0] > 0).all() and (advantages[1] < 0).all() and (advantages[2] < 0).all()
+        assert abs(torch.cat([advantages[i] for i in range(4)]).mean()) < 1e-6
+
+
+class TestCritic:
+    values = torch.tensor([[9.0, 0.2, 0.5, 0.4], [0.3, 0.1, 9.0, 9.0]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]).bool()
+    rewards = torch.tensor([1.0, 0.0])
+
+    def test_gae_of_lambda_0_and_1(self):
+        assert_close(parts.gae(self.values, self.rewards, self.mask, 0.0),
+                     torch.tensor([[0, 0.3, -0.1, 0.6], [-0.2, -0.1, 0, 0]]), msg="V_{t+1} - V_t, at last r - V")
+        assert_close(parts.gae(self.values, self.rewards, self.mask, 1.0),
+                     torch.tensor([[0, 0.8, 0.5, 0.6], [-0.3, -0.1, 0, 0]]), msg="reward - value")
+
+    def test_gae_between(self):
+        expected = 0.3 + 0.9 * (-0.1 + 0.9 * 0.6)
+        assert_close(parts.gae(self.values, self.rewards, self.mask, 0.9)[0, 1].item(), expected)
+
+    def test_value_head_learns_from_the_loss_and_the_policy_takes_gae(self):
+        tokenizer = train_math.tiny_tokenizer()
+        model = parts.dense(tokenizer, 0)
+        critic = parts.Critic(model, lam=1)
+        model.value_head.bias.data.fill_(0.2)
+        rewards = critic.group_advantages(torch.tensor([1.0, 0.0]), 2)
+        b = train_math.micro_batch([[5], [5]], [[6, 7, 1], [8, 1]], "cpu", rewards)
+        with torch.no_grad():
+            b.old_log_probs = critic.response_log_probs(model, b, 1.0)
+        assert_close(b.returns[b.mask], torch.tensor([0.5] * 3 + [-0.5] * 2))
+        assert (b.advantages[0][b.mask[0]] > 0).all() and (b.advantages[1][b.mask[1]] < 0).all()
+        log_probs = critic.response_log_probs(model, b, 1.0)
+        critic.loss(log_probs, b.old_log_probs, b.advantages, b.mask, 0.2, 0.27, denominator=2).backward()
+        assert model.value_head.weight.grad.norm() > 0
+        assert_close(critic.error.item(), (0.3**2 + 0.7**2) / 2, msg="values of .2, rewards of .5 and -.5")
+
+
+class TestRoutingReplay:
+    def setup(self, replay):
+        model = parts.moe(train_math.tiny_tokenizer(), 0)
+        router = parts.RoutingReplay(model, replay)
+        b = train_math.micro_batch([[5, 9], [6]], [[6, 7, 8, 1], [8, 1]], "cpu")
+        with torch.no_grad():
+            b.old_log_probs = router.response_log_probs(model, b, 1.0)
+        return model, router, b
+
+    @staticmethod
+    def move(model):
+        g = torch.Generator().manual_seed(1)
+        for name, p in model.named_parameters():
+            if "gate.weight" in name:
+                p.data += 0.05 * torch.randn(p.shape, generator=g)
+
+    def test_changes_no_bit_while_the_weights_stay(self):
+        model, router, b = self.setup(replay=True)
+        log_probs = router.response_log_probs(model, b, 1.0)
+        assert torch.equal(log_probs.detach(), b.old_log_probs) and router.changed == [0.0]
+
+    def test_keeps_the_experts_when_the_gate_moves_and_takes_its_weights(self):
+        model, router, b = self.setup(replay=True)
+        self.move(model)
+        replayed = router.response_log_probs(model, b, 1.0)
+        assert router.changed[0] > 0
+        with torch.no_grad():  # by hand: the old experts, and the current gate's probabilities among them
+            gates = [m for m in model.modules() if isinstance(m, parts.Qwen3MoeTopKRouter)]
+            for gate, old in zip(gates, b.routes):
+                def forward(hidden, gate=gate, old=old):
+                    logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.T
+                    chosen = logits.gather(1, old)
+                    return logits, torch.softmax(chosen, dim=1), old
+                gate.forward = forward
+            assert_close(train_math.response_log_probs(model, b, 1.0), replayed.detach())
+
+    def test_without_it_the_experts_change(self):
+        model, router, b = self.setup(replay=False)
+        self.move(model)
+        log_probs = router.response_log_probs(model, b, 1.0)
+        assert router.changed[0] > 0
+        assert torch.equal(log_probs, train_math.response_log_probs(model, b, 1.0)), "the gate's own choice"
+
+    @pytest.mark.parametrize("replay", [True, False])
+    def test_leaves_the_gate_its_gradient(self, replay):
+        model, router, b = self.setup(replay)
+        router.response_log_probs(model, b, 1.0).sum().backward()
+        assert all(p.grad.norm() > 0 for name, p in model.named_parameters() if "gate.weight" in name)
+
+
+class TestEngine:
+    def sample(self, kind, direct, times=1):
+        tokenizer = train_math.tiny_tokenizer()
+        model = parts.dense(tokenizer, 0)
+        engine = parts.Engine(kind, direct)
+        for _ in range(times):
+            torch.manual_seed(0)
+            responses, _ = engine.rollout(model, [[5, 6], [7]], 2, 6, 1.0, torch.arange(1, 30))
+            model.lm_head.weight.data *= 1.1
+        b = train_math.micro_batch([[5, 6], [5, 6], [7], [7]], responses, "cpu", rows=[0, 1, 2, 3])
+        with torch.no_grad():
+            return model, engine, b, engine.response_log_probs(model, b, 1.0)
+
+    def test_gives_its_own_likelihoods_on_the_responses_tokens(self):
+        model, engine, b, old = self.sample("bf16", True)
+        model.lm_head.weight.data /= 1.1
+        exactly = train_math.response_log_probs(model, b, 1.0)
+        assert len(set(b.mask.sum(dim=1).tolist())) > 1, "responses of one length would hide a shift"
+        assert (old[~b.mask] == 0).all() and 0 < (old - exactly).abs().max() < 0.1
+
+    def test_leaves_them_alone_unless_told(self):
+        model, _, b, old = self.sample("bf16", False)
+        assert torch.equal(old, train_math.response_log_probs(model, b, 1.0))
+
+    def test_rounds_weights_to_8_bits(self):
+        x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+        error = ((parts.float8(x) - x) / x).abs()
+        assert 0.01 < error.mean() < 0.06 and len(parts.float8(x).unique()) < 256
+
+    def test_stale_is_the_policy_of_4_rollouts_ago(self):
+        model, engine, b, old = self.sample("stale", True, times=7)
+        model.lm_head.weight.data /= 1.1**5  # one for each rollout after that policy, its own among them
+        assert_close(old, train_math.response_log_probs(model, b, 1.0).detach())
+
+
+class TestTasks:
+    def test_fibonacci_counts_down_and_is_right_unless_sloppy(self):
+        rows = [parts.fibonacci(random.Random(i), 3, 30) for i in range(50)]
+        for row in rows:
+            a, b = int(row["question"][0]), int(row["question"][1])
+            n = parts.LABELS.index(row["question"][2]) + 1
+            for _ in range(n):
+                a, b = b, (a + b) % 10
+            assert row["answer"] == f"#### {b}" and row["worked"].endswith(f"\n#### {b}")
+            assert len(row["worked"]) == 6 * n + 7
+        sloppy = [parts.fibonacci(random.Random(i), 20, 32, 0.05, 0.1) for i in range(300)]
+        right = sum(row["worked"].endswith(row["answer"]) for row in sloppy) / 300
+        assert 0.2 < right < 0.5, "a slip in 5% of 26 steps, of which a tenth is none, and 10% give up"
+
+    @pytest.mark.parametrize("questions", [parts.long_questions, parts.short_questions])
+    def test_what_is_held_out_is_not_trained_on(self, questions):
+        held_out = {row["question"] for row in questions("held out", 256)}
+        assert not held_out & {row["question"] for seed in range(9) for row in questions(seed, 192)}
+
+
+class TestExact:
+    def test_expectations_equal_the_sum_over_all_responses(self):
+        g = torch.Generator().manual_seed(0)
+        old, new = (torch.randn(exact.CONTEXTS, exact.TOKENS, generator=g).double() for _ in range(2))
+        length, p, log_ratio = 3, old.softmax(1), new.log_softmax(1) - old.log_softmax(1)
+        total, baseline = dict.fromkeys(exact.WEIGHTS, 0), (1 - p[:length, 0]).prod()
+        for y in itertools.product(range(exact.TOKENS), repeat=length):
+            logits, at = new.clone().requires_grad_(), (torch.arange(length), torch.tensor(y))
+            weights = (torch.ones(length), log_ratio[at].exp(), log_ratio[at].mean().exp().expand(length),
+                       log_ratio[at].sum().exp().expand(length))
+            scale = p[at].prod() * (float(all(y)) - baseline)
+            for name, w in zip(exact.WEIGHTS, weights):
+                objective = (w * logits.log_softmax(1)[at]).sum() * scale
+                total[name] = total[name] + torch.autograd.grad(objective, logits)[0]
+        for name, value in exact.estimates(old, new, length).items():
+            assert_close(value, total[name], msg=lambda text, name=name: f"{name}: {text}")
+
+    def test_without_its_root_the_sequence_ratio_gives_the_gradient_of_j(self):
+        g = torch.Generator().manual_seed(1)
+        old, new = (torch.randn(exact.CONTEXTS, exact.TOKENS, generator=g).double() for _ in range(2))
+        new.requires_grad_()
+        right = (1 - new.softmax(1)[torch.arange(20) % exact.CONTEXTS, 0]).prod()
+        truth, = torch.autograd.grad(right, new)
+        assert_close(exact.estimates(old, new.detach(), 20)["sequence ratio, no root"], truth)
+
+    @pytest.mark.parametrize("how", exact.HOW)
+    def test_moves_by_the_spread_it_is_told(self, how):
+        g = torch.Generator().manual_seed(2)
+        old = exact.old_policy(32, g).double()
+        new = exact.move(old, 32, 0.1, how, g)
+        log_ratio, p = new.log_softmax(1) - old.log_softmax(1), old.softmax(1)
+        mean = (p * log_ratio).sum() / exact.CONTEXTS
+        assert abs(((p * (log_ratio - mean) ** 2).sum() / exact.CONTEXTS).sqrt() - 0.1) < 1e-6
+
+
+class TestRuns:
+    @pytest.fixture
+    def small(self, tmp_path, monkeypatch):
+        """Two steps of two rollouts on an untrained model, whose reward is a letter's parity."""
+        def questions(seed, n):
+            return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
+        settings = dict(max_completion_length=8, learning_rate=1e-3)
+        for task, make in (("long", parts.dense), ("short", parts.dense), ("long_moe", parts.moe)):
+            monkeypatch.setitem(rivals.TASKS, task, (make, lambda *_: None, questions, settings))
+        small = dict(prompts_per_step=4, group_size=4, max_steps=2)
+        monkeypatch.setattr(rivals, "COMMON", rivals.COMMON | small)
+        monkeypatch.setattr(rivals, "COLD", tmp_path)
+        monkeypatch.setattr(train_math, "correctness_reward",
+                            lambda prompts, completions, answer: [float(len(set(c)) % 2) for c in completions])
+
+    @pytest.mark.parametrize("name", rivals.EXPERIMENTS)
+    def test_of_each_experiment_run_arm_by_arm(self, small, name):
+        arms = [spec for panel in rivals.EXPERIMENTS[name].values() for spec in panel.values()]
+        rows = []
+        for spec in {json.dumps(spec): spec for spec in arms}.values():
+            spec = {**spec, "max_steps": 2}
+            rivals.cold_start(spec["task"], 0)
+            rows.append(rivals.run(spec, 0, 5))
+            assert len(rows[-1]["reward"]) == 2 and json.loads(json.dumps(rows[-1])) == rows[-1]
+        assert len({json.dumps(row["grad_norm"]) for row in rows}) > 1, "arms that differ must train differently"
+
+    def test_leave_the_loop_as_it_was(self, small):
+        before = {name: getattr(train_math, name) for name in dir(train_math)} | train_math.LOSSES
+        rivals.cold_start("long", 0)
+        rivals.run(rivals.arm("grpo", 0.2, critic=1), 0, 5)
+        assert before == {name: getattr(train_math, name) for name in dir(train_math)} | train_math.LOSSES
