@@ -6,7 +6,7 @@ A policy small enough to enumerate: 16 contexts x 8 tokens, position t of a resp
 Token 0 is a slip; a response is right (reward 1) if nothing in it slips, which has probability 1/e whatever
 its length. So J = prod_t (1 - p(0 | c_t)), and the expectation of each gradient estimate factorises over
 positions. Responses come from pi_old; the gradient is wanted at pi, which has moved away from it by a given
-spread of the tokens' log-ratio, along the gradient of J ("improved") or at random ("at random").
+spread of the tokens' log-ratio, along the gradient of J ("improved") or at random.
 
 exact.png: the direction of the estimates without a ratio, with GRPO's token ratios, GSPO's sequence ratio,
 and the sequence ratio without its root, against length; in expectation, and in a batch. exact_clip.png: the
@@ -32,57 +32,76 @@ CAPPED = {"no ratio": "tab:gray", "token ratio": "tab:orange", "token ratio, at 
           "sequence ratio": "tab:blue"}
 
 
+def positions(length):
+    """How many positions of a response have each context, (16,)."""
+    return torch.bincount(torch.arange(length) % CONTEXTS, minlength=CONTEXTS).double()
+
+
 def old_policy(length, g):
     """Logits (16, 8): a slip has probability 1/length on average."""
     logits = torch.randn(CONTEXTS, TOKENS, generator=g)
     slip = torch.exp(0.5 * torch.randn(CONTEXTS, generator=g))
-    slip = slip / slip.mean() / length
+    slip = slip / (positions(length) * slip).sum()
     logits[:, 0] = logits[:, 1:].logsumexp(dim=1) + (slip / (1 - slip)).log()
     return logits
 
 
-def expectation(old, new, length, own, others):
-    """E_old[ sum_t w_t A grad log pi(y_t) ], (16, 8), where w_t = own(y_t) * prod of others(y_u) over u != t,
-    A = reward - E[reward], and grad is taken at `new`. own, others (16, 8) are weights of a token in its
-    context."""
-    p, counts = old.softmax(1), torch.bincount(torch.arange(length) % CONTEXTS, minlength=CONTEXTS).double()
+def moments(old, new, length, own, others):
+    """Of one response's estimate, sum_t w_t A grad log pi(y_t), under the old policy: its mean (16, 8) and
+    the mean of its squared norm. w_t = own(y_t) * prod of others(y_u) over u != t, A = reward - E[reward],
+    and grad is taken at `new`. own, others (16, 8) are weights of a token in its context."""
+    p, counts = old.softmax(1), positions(length)
     right = torch.ones(CONTEXTS, TOKENS)
     right[:, 0] = 0
     score = torch.eye(TOKENS) - new.softmax(1)[:, None, :]           # (16, 8, 8): d log pi(k | c) / d logits[c]
     baseline = (counts * (p * right).sum(1).log()).sum().exp()
-    total = 0
-    for reward, sign in ((right, 1), (torch.ones_like(right), -baseline)):
-        log_others = (p * others * reward).sum(1).log()
-        rest = ((counts * log_others).sum() - log_others).exp()      # all positions but one of context c
-        total = total + sign * (counts * rest)[:, None] * ((p * own * reward)[:, :, None] * score).sum(1)
-    return total
+
+    def along(weights):  # E_old[weights * score], (16, 8)
+        return ((p * weights)[:, :, None] * score).sum(1)
+
+    def but(weights, n):  # prod of E_old[weights] over all positions but n of context c, (16,)
+        logs = (p * weights).sum(1).log()
+        return ((counts * logs).sum() - n * logs).exp()
+
+    mean, square = 0, 0
+    # A = R - baseline, and A^2 = (1 - 2 baseline) R + baseline^2, as R is 0 or 1
+    for of, in_mean, in_square in ((right, 1, 1 - 2 * baseline), (1, -baseline, baseline**2)):
+        mean = mean + in_mean * (counts * but(others * of, 1))[:, None] * along(own * of)
+        same = (p * own**2 * of * (score**2).sum(2)).sum(1)  # a position with itself; two of one context
+        two = (along(own * others * of) ** 2).sum(1)
+        square += in_square * (counts * but(others**2 * of, 1) * same
+                               + counts * (counts - 1) * but(others**2 * of, 2) * two).sum()
+    return mean, square
 
 
 def estimates(old, new, length):
-    """{weight: exact expectation}; without its root the sequence ratio is importance sampling: the true
+    """{weight: moments}; without its root the sequence ratio is importance sampling, and its mean the
     gradient."""
     ratio, one = (new.log_softmax(1) - old.log_softmax(1)).exp(), torch.ones_like(old)
     root = ratio ** (1 / length)
     pairs = zip(WEIGHTS, ((one, one), (ratio, one), (root, root), (ratio, ratio)))
-    return {name: expectation(old, new, length, own, others) for name, (own, others) in pairs}
+    return {name: moments(old, new, length, own, others) for name, (own, others) in pairs}
+
+
+def gradient(old, new, length):
+    return estimates(old, new, length)["sequence ratio, no root"][0]
 
 
 def move(old, length, spread, how, g):
     """New logits, where the tokens' log-ratio has standard deviation `spread` under the old policy."""
     direction = torch.randn(old.shape, generator=g)
     if how == "improved":
-        direction = estimates(old, old, length)["no ratio"]
-    p, scale = old.softmax(1), spread / direction.std()
+        direction = gradient(old, old, length)
+    p = old.softmax(1) * (positions(length) / length)[:, None]
+    scale = spread / direction.std()
     for _ in range(60):
         log_ratio = (old + scale * direction).log_softmax(1) - old.log_softmax(1)
-        mean = (p * log_ratio).sum() / CONTEXTS
-        scale *= spread / ((p * (log_ratio - mean) ** 2).sum() / CONTEXTS).sqrt()
+        scale *= spread / (p * (log_ratio - (p * log_ratio).sum()) ** 2).sum().sqrt()
     return old + scale * direction
 
 
 def sample(old, new, length, n, g):
-    """n responses of the old policy: contexts' tokens (n, length), advantages (n,), log-ratios (n,
-    length)."""
+    """n responses of the old policy: tokens (n, length), advantages (n,), log-ratios (n, length)."""
     context = torch.arange(length) % CONTEXTS
     cumulative = old.softmax(1).cumsum(1)[context]
     tokens = (torch.rand(n, length, 1, generator=g) > cumulative).sum(-1).clamp(max=TOKENS - 1)
@@ -98,31 +117,18 @@ def gradients(tokens, weights, new):
     return (chosen - chosen.sum(2, keepdim=True) * new.softmax(1)).flatten(1)
 
 
-def cosine(mean, per_sample, truth):
-    """The expected cosine between a batch's gradient and the true one: the exact mean's, among the batch's
-    noise."""
-    noise = per_sample.var(dim=0).sum() / BATCH
-    return ((mean * truth).sum() / truth.norm() / ((mean * mean).sum() + noise).sqrt()).item()
-
-
 def ratios(length, spread, how, seed):
-    """One line of figure 1."""
+    """One line of exact.png: all of it exact."""
     g = torch.Generator().manual_seed(seed)
     old = old_policy(length, g)
     new = move(old, length, spread, how, g)
-    exact = estimates(old, new, length)
-    truth = exact["sequence ratio, no root"]
-    tokens, advantages, log_ratio = sample(old, new, length, 2000, g)
-    weights = (torch.zeros_like(log_ratio), log_ratio, log_ratio.mean(1, keepdim=True).expand_as(log_ratio),
-               log_ratio.sum(1, keepdim=True).expand_as(log_ratio))
-    row = {"length": length, "spread": spread, "how": how, "seed": seed}
-    for name, w in zip(WEIGHTS, weights):
-        per_sample = gradients(tokens, w.exp() * advantages[:, None], new)
-        aligned = (exact[name] * truth).sum() / exact[name].norm() / truth.norm()
-        row[name] = {"bias": ((exact[name] - truth).norm() / truth.norm()).item(),
-                     "angle": aligned.clamp(-1, 1).acos().rad2deg().item(),
-                     "noise": (per_sample.var(dim=0).sum().sqrt() / truth.norm()).item(),
-                     "cosine": cosine(exact[name].flatten(), per_sample, truth.flatten())}
+    truth, row = gradient(old, new, length), {"length": length, "spread": spread, "how": how, "seed": seed}
+    for name, (mean, square) in estimates(old, new, length).items():
+        along, noise = (mean * truth).sum() / truth.norm(), square - (mean * mean).sum()
+        row[name] = {"bias": ((mean - truth).norm() / truth.norm()).item(),
+                     "angle": (along / mean.norm()).clamp(-1, 1).acos().rad2deg().item(),
+                     "noise": (noise.sqrt() / truth.norm()).item(),
+                     "cosine": (along / ((mean * mean).sum() + noise / BATCH).sqrt()).item()}
     return row
 
 
@@ -141,7 +147,7 @@ def clips(length, spread, how, seed):
     g = torch.Generator().manual_seed(seed)
     old = old_policy(length, g)
     new = move(old, length, spread, how, g)
-    truth = estimates(old, new, length)["sequence ratio, no root"].flatten()
+    truth = gradient(old, new, length).flatten()
     tokens, advantages, log_ratio = sample(old, new, length, 8000, g)
     gone = log_ratio * advantages.sign()[:, None]
     row = {"length": length, "spread": spread, "how": how, "seed": seed}
@@ -154,12 +160,12 @@ def clips(length, spread, how, seed):
 
 
 def wrong_likelihoods(share, size, seed, length=128):
-    """One line of figure 2, right: the policy has not moved, but `share` of the tokens' reported log-probs
-    are off by a normal error of standard deviation `size`. Expected cosines of a batch's gradient over that
-    without a ratio."""
+    """One line of exact_clip.png, right: the policy has not moved, but `share` of the tokens' reported
+    log-probs are off by a normal error of standard deviation `size`. Expected cosines of a batch's gradient
+    over that without a ratio."""
     g = torch.Generator().manual_seed(seed)
     old = old_policy(length, g)
-    truth = estimates(old, old, length)["no ratio"].flatten()
+    truth = gradient(old, old, length).flatten()
     tokens, advantages, log_ratio = sample(old, old, length, 8000, g)
     off = torch.rand(log_ratio.shape, generator=g) < share
     error = off * torch.randn(log_ratio.shape, generator=g) * size
@@ -231,7 +237,15 @@ def draw_clips(rows, errors, path):
 
 def main(results):
     torch.set_num_threads(1)
+    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    try:
+        measure(results)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def measure(results):
     jobs = {"ratios": [(ratios, n, spread, how, seed) for n in LENGTHS for spread in SPREADS for how in HOW
                        for seed in SEEDS],
             "clips": [(clips, n, 0.1, how, seed) for n in LENGTHS[:4] for how in HOW for seed in SEEDS],

@@ -22,8 +22,8 @@ LABELS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def fibonacci(rng, least, most, slips=0.0, gives_up=0.0):
     """{"question", "answer", "worked"}: Fibonacci numbers modulo 10, counted down, 6 tokens a step.
 
-    "37c" -> worked "c3+7=0b7+0=7a0+7=7\\n#### 7", answer "#### 7". A sloppy teacher slips in a step, and all
-    that follows is wrong, or gives up midway and guesses."""
+    "37c" -> worked "c3+7=0b7+0=7a0+7=7\\n#### 7", answer "#### 7". A sloppy teacher writes a random digit at
+    a step, from which he goes on, or gives up midway and guesses."""
     n = rng.randint(least, most)
     x, y = u, v = a, b = rng.randrange(10), rng.randrange(10)
     written, steps = "", rng.randrange(n) if rng.random() < gives_up else n
@@ -91,7 +91,8 @@ def moe(tokenizer, seed):
     torch.manual_seed(seed)
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=2,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16,
+        num_experts_per_tok=2,
         norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).eval()
 
@@ -103,16 +104,21 @@ def surrogate(weight, gate, cap=None):
     """A loss in which token t of response i weighs w_{i,t} A_i / |y_i|, or nothing where the gate's ratio is
     clipped.
 
-    weight and gate: "token", "sequence" or "one" (a ratio that stays 1); the weight at most `cap`. (token,
-    token) has GRPO's gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
+    weight and gate: "token", "sequence" or "one" (a ratio that stays 1); the weight at most `cap`. A number
+    as gate takes out that share of the responses at random, once the policy has moved. (token, token) has
+    GRPO's gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         with torch.no_grad():
             token = _log_ratio(log_probs, old_log_probs, mask).exp()
             sequence = sequence_ratio(log_probs, old_log_probs, mask)[:, None].expand_as(token)
             ratios = {"token": token, "sequence": sequence, "one": torch.ones_like(token)}
-            a, r = advantages[:, None], ratios[gate]
-            clipped = ((a > 0) & (r > 1 + eps_high)) | ((a < 0) & (r < 1 - eps_low))
-            coefficient = (ratios[weight].clamp(max=cap or torch.inf) * a).masked_fill(clipped, 0)
+            if isinstance(gate, float):
+                clipped = (torch.rand(len(token), 1) < gate) & (sequence != 1)
+            else:
+                a, r = advantages[:, None], ratios[gate]
+                clipped = ((a > 0) & (r > 1 + eps_high)) | ((a < 0) & (r < 1 - eps_low))
+            weights = ratios[weight].clamp(max=cap or torch.inf)
+            coefficient = (weights * advantages[:, None]).masked_fill(clipped, 0)
         return _loss(_token_mean(coefficient * log_probs, mask), denominator)
     return loss
 
@@ -127,8 +133,8 @@ def best_of_n_advantages(rewards, group_size):
     """"Grouped Rejection": all weight on the best response, or shared among the best: rejection-sampling
     fine-tuning."""
     groups = rewards.view(-1, group_size)
-    best = (groups == groups.max(dim=1, keepdim=True).values).float()
-    return (best / best.sum(dim=1, keepdim=True)).flatten()
+    best = ((groups == groups.max(dim=1, keepdim=True).values) & (groups > 0)).float()
+    return (best / best.sum(dim=1, keepdim=True).clamp(min=1)).flatten()
 
 
 STEP = re.compile(r"([0-9]+)([+*])([0-9]+)=([0-9]+)")
@@ -161,7 +167,8 @@ class StepAdvantages:
     def build_minibatches(self, prompts, responses, advantages, s):
         rows = []
         for response, reward in zip(responses, self.rewards):
-            text, row = self.tokenizer.decode(response, skip_special_tokens=True), []
+            text = "".join(token[0] for token in self.tokenizer.convert_ids_to_tokens(response))  # "<end>": "<"
+            row = []
             for end, r in step_rewards(text, reward, self.modulo):
                 row += [r] * (end - len(row))
             rows.append(torch.tensor(row + [reward] * (len(response) - len(row))))  # the end token
@@ -285,9 +292,9 @@ def float8(x):
 
 class Engine:
     """A sampler that is not quite the policy: "bf16" computes in bfloat16, "float8" has its weights rounded
-    to 8 bits, "stale" is the policy of 4 rollouts ago. With `direct` its likelihoods are the old log-probs;
-    otherwise the training forward gives them, as always. Its methods replace train_math's functions of these
-    names."""
+    to 8 bits, "stale" is the policy of 4 rollouts ago, or the first. With `direct` its likelihoods are the
+    old log-probs; otherwise the training forward gives them, as always. Its methods replace train_math's
+    functions of these names."""
 
     def __init__(self, kind, direct):
         self.kind, self.direct, self.past = kind, direct, []
@@ -295,7 +302,8 @@ class Engine:
     def rollout(self, model, *arguments):
         engine = copy.deepcopy(model)
         if self.kind == "bf16":
-            engine.to(torch.bfloat16)
+            for p in engine.parameters():
+                p.data = p.data.bfloat16()
         elif self.kind == "float8":
             for p in engine.parameters():
                 if p.dim() > 1:

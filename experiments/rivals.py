@@ -15,10 +15,10 @@ import io
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -33,7 +33,8 @@ import ratios
 import rival_parts as parts
 import train_math
 
-RESULTS, COLD = Path(__file__).resolve().parent / "results" / "rivals", Path("runs/rivals")
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, COLD = ROOT / "experiments" / "results" / "rivals", ROOT / "runs" / "rivals"
 COMMON = dict(tiny=True, device="cpu", format_weight=0.0, prompts_per_step=16, group_size=8, minibatches=4,
               micro_batch_tokens=10**6, max_steps=12, save_steps=10**6)
 LONG = dict(max_completion_length=210, learning_rate=3e-4)
@@ -54,15 +55,17 @@ def arm(algorithm, eps, task="long", epochs=4, **pieces):
     return {"task": task, "algorithm": algorithm, "eps": eps, "epochs": epochs, **pieces}
 
 
-def factorial(sequence, token, **more):
-    """weight x gate; the algorithm says which ratio is gated (and which one the metrics describe)."""
-    arms = {}
-    for gate, algorithm, eps in (("sequence", GSPO, sequence), ("token", GRPO, token)):
+def factorial(sequence, token, share, **more):
+    """weight x gate, and a gate that takes out at random as many responses as GSPO's. The algorithm says which
+    ratio the metrics describe; .99 is a clip range that nothing leaves."""
+    arms, names = {}, {("sequence", "sequence"): "GSPO: ", ("token", "token"): "GRPO: "}
+    for gate, algorithm, eps in (("sequence", GSPO, sequence), ("token", GRPO, token), ("one", GSPO, 0.99)):
         for weight, cap in (("sequence", None), ("one", None), ("token", 2), ("token", None)):
-            name = "GSPO" if weight == gate == "sequence" else "GRPO" if weight == gate and not cap else ""
-            label = f"weight {weight}{', at most 2' if cap else ''}\n{gate} gate {eps:g}"
-            loss = {} if name else {"loss": [weight, gate, cap]}
-            arms[f"{name}: {label}" if name else label] = arm(algorithm, eps, **loss, **more)
+            name = "" if cap else names.get((weight, gate), "")
+            capped = ", at most 2" if cap else ""
+            label = f"{name}weight {weight}{capped}; {'no' if gate == 'one' else gate} gate"
+            arms[label] = arm(algorithm, eps, **({} if name else {"loss": [weight, gate, cap]}), **more)
+    arms["weight one; as many taken out at random"] = arm(GSPO, 0.99, loss=["one", share, None], **more)
     return arms
 
 
@@ -73,13 +76,17 @@ def both(gspo, grpo, label="", **more):
 BEST = dict(gspo=0.003, grpo=0.1)  # of clip_range, on the long task
 EXPERIMENTS = {
     "clip_range": {
-        "GSPO, lower clip range": {f"{e:g}": arm(GSPO, e) for e in (3e-4, 1e-3, 3e-3, 1e-2)},
-        "GRPO, lower clip range": {f"{e:g}": arm(GRPO, e) for e in (3e-4, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.5)}},
+        f"{algorithm.upper()}, {task} responses": {f"{e:g}": arm(algorithm, e, task) for e in ranges}
+        for algorithm, task, ranges in ((GSPO, "long", (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)),
+                                        (GRPO, "long", (3e-4, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.5)),
+                                        (GSPO, "short", (3e-4, 3e-3, 0.01, 0.03, 0.1)),
+                                        (GRPO, "short", (3e-4, 0.03, 0.1, 0.2, 0.5)))},
     "factorial": {
-        "long responses, 4 epochs a rollout": factorial(0.003, 0.1),
-        "the same, 1 epoch a rollout": factorial(0.003, 0.1, epochs=1),
-        "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
-    "learning_rate": {f"learning rate {rate:g}": both(**BEST, learning_rate=rate) for rate in (1e-4, 6e-4)},
+        "long responses, 4 epochs a rollout": factorial(0.003, 0.1, 0.21),
+        "the same, 1 epoch a rollout": factorial(0.003, 0.1, 0.08, epochs=1),
+        "short responses, 4 epochs": factorial(0.03, 0.2, 0.1, task="short")},
+    "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
+                      "6e-4": both(**BEST, learning_rate=6e-4)},
     "long_run": {"40 rollouts": {f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, max_steps=40)
                                  for algorithm, eps in ((GSPO, 0.003), (GSPO, 3e-4), (GRPO, 0.1),
                                                         (GRPO, 0.2))}},
@@ -108,7 +115,7 @@ def settings_of(task):
 
 
 def cold_start(task, cold):
-    """Make the folder of a cold start, unless it is there."""
+    """Make the folder of a cold start, unless it is there. Returns its accuracy."""
     make, teach, questions, settings = TASKS[task]
     folder = COLD / f"{task}-{cold}"
     if not folder.exists():
@@ -125,7 +132,7 @@ def cold_start(task, cold):
 
 
 def accuracy(model, tokenizer, task, cold):
-    """Share of right answers, sampled at temperature 1, on 256 questions that the training never sees."""
+    """Share of right answers, sampled at temperature 1, to 256 questions that RL never sees."""
     torch.manual_seed(cold)
     questions = TASKS[task][2]("held out", 256)
     return train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature=1.0)[0]["strict"]
@@ -143,7 +150,8 @@ def one_rollout(cold):
 def run(spec, cold, seed):
     """Train one arm; the line of runs.jsonl."""
     torch.set_num_threads(1)
-    make, teach, questions, settings = TASKS[spec["task"]]
+    questions, row = TASKS[spec["task"]][2], {"arm": spec, "cold": cold, "seed": seed}
+    row["start"] = cold_start(spec["task"], cold)
     tokenizer, steps = train_math.tiny_tokenizer(), []
     model = AutoModelForCausalLM.from_pretrained(COLD / f"{spec['task']}-{cold}").eval()
     pieces = {"draw": lambda *_: None, "report_step": lambda output, s, row: steps.append(row)}
@@ -170,16 +178,27 @@ def run(spec, cold, seed):
                 eps_high=float(f"{spec['eps'] * 4 / 3:.2g}"))
     with (tempfile.TemporaryDirectory() as s.output_dir, mock.patch.multiple(train_math, **pieces),
           mock.patch.dict(train_math.LOSSES, losses), contextlib.redirect_stdout(io.StringIO())):
-        train_math.train(s, model, tokenizer, questions(seed, s.prompts_per_step * s.max_steps), [])
-    row = {"arm": spec, "cold": cold, "seed": seed, "accuracy": accuracy(model, tokenizer, spec["task"], cold)}
+        try:
+            train_math.train(s, model, tokenizer, questions(seed, s.prompts_per_step * s.max_steps), [])
+        except train_math.Problem as problem:  # it diverged: no answer is right
+            return {**row, "accuracy": 0.0, "problem": str(problem)}
+    row["accuracy"] = accuracy(model, tokenizer, spec["task"], cold)
     for name in KEPT:
         row[name] = [None if step[name] is None else float(f"{step[name]:.4g}") for step in steps]
     if replay:
-        row["changed"] = [float(f"{x:.4g}") for x in replay.changed]
+        row["experts_changed"] = [float(f"{x:.4g}") for x in replay.changed if x > 0]
     return row
 
 
 # ---- all runs of an experiment -----------------------------------------------------------------------------
+
+
+def cold_start_of(arguments):
+    return cold_start(*arguments)
+
+
+def run_of(arguments):
+    return run(*arguments)
 
 
 def same(row, spec, cold, seed):
@@ -195,32 +214,22 @@ def run_all(arms, colds, seeds, jobs):
                if w not in wanted[:i] and not any(same(row, *w) for row in there)]
     starts = sorted({(spec["task"], cold) for spec, cold, _ in missing})
     os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # the workers'
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        try:
-            futures = [pool.submit(cold_start, *start) for start in starts]
-            for future in tqdm(as_completed(futures), "cold starts", len(futures)):
-                future.result()
-            futures = [pool.submit(run, *w) for w in missing]
-            for future in tqdm(as_completed(futures), "runs", len(futures)):
-                train_math.append(path, future.result())
-        except BaseException:  # Ctrl-C, too: what is running is lost, what is done is kept
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    ignore = signal.SIGINT, signal.SIG_IGN  # a Ctrl-C ends this process, and leaving the pool ends them
+    with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignore) as pool:
+        for _ in tqdm(pool.imap_unordered(cold_start_of, starts), "cold starts", len(starts)):
+            pass
+        for row in tqdm(pool.imap_unordered(run_of, missing), "runs", len(missing)):
+            train_math.append(path, row)
     return [row for row in train_math.read(path) if any(same(row, *w) for w in wanted)]
 
 
 # ---- report ------------------------------------------------------------------------------------------------
 
 
-def mean(values):
-    values = [v for v in values if v is not None]
-    return statistics.fmean(values) if values else float("nan")
-
-
 def table(name, rows):
     """Markdown: an arm a line, with the mean and every value."""
     lines = ["| arm | right, mean | each run, cold start by cold start | reward over the run | clipped "
-             "| std of log s | entropy, last |", "|---|---|---|---|---|---|---|"]
+             "| std of log s | entropy, last | experts changed |", "|---|---|---|---|---|---|---|---|"]
     for panel, arms in EXPERIMENTS[name].items():
         for label, spec in arms.items():
             own = sorted((r for r in rows if r["arm"] == spec), key=lambda r: r["seed"])
@@ -228,39 +237,52 @@ def table(name, rows):
                 continue
             values = "; ".join(" ".join(f"{r['accuracy']:.2f}" for r in own if r["cold"] == cold)
                                for cold in sorted({r["cold"] for r in own}))
-            title = ": ".join(filter(None, (panel, label.replace("\n", ", "))))
-            changed = mean([x for r in own for x in r.get("changed", [])])
-            lines.append(f"| {title} | {mean([r['accuracy'] for r in own]):.2f} | {values} | "
-                         f"{mean([x for r in own for x in r['reward']]):.2f} | "
-                         f"{mean([x for r in own for x in r['clip_fraction']]):.1%} | "
-                         f"{mean([x for r in own for x in r['log_ratio_std']]):.1e} | "
-                         f"{mean([r['entropy'][-1] for r in own]):.3f} |"
-                         + (f" {changed:.1%} of experts changed |" if "changed" in own[0] else ""))
+
+            def average(metric, form):
+                values = [x for r in own for x in r.get(metric, []) if x is not None]
+                return format(statistics.fmean(values), form) if values else "-"
+            at_random = isinstance(spec.get("loss", ["", ""])[1], float)  # the metrics know of no such gate
+            lines.append("| " + " | ".join([
+                ": ".join(filter(None, (panel, label))), f"{mean_accuracy(own):.2f}", values,
+                average("reward", ".2f"),
+                "-" if at_random else average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
+                f"{statistics.fmean(r['entropy'][-1] for r in own if 'entropy' in r):.3f}",
+                average("experts_changed", ".1%")]) + " |")
+    starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows}
+    lines.append("\nBefore RL, right: " + ", ".join(f"{task} {cold} {right:.2f}"
+                                                   for (task, cold), right in sorted(starts.items())))
     return "\n".join(lines) + "\n"
 
 
+def mean_accuracy(rows):
+    return statistics.fmean(r["accuracy"] for r in rows)
+
+
 def draw(name, rows, path):
-    """A dot a run, coloured by cold start, and a bar at the arm's mean; dashed, the cold starts."""
+    """A dot a run, coloured by cold start, a bar at the arm's mean; dotted lines where the cold starts were."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     panels = EXPERIMENTS[name]
-    figure, axes = plt.subplots(1, len(panels), figsize=(3 + 4 * len(panels), 4.5), sharey=True, squeeze=False,
-                                layout="constrained")
+    labels = [list(arms) for arms in panels.values()]
+    alike = all(own == labels[0] for own in labels)
+    size = 3 + 4 * len(panels), 1.5 + 0.4 * max(map(len, labels))
+    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=alike, squeeze=False, layout="constrained")
     for axis, (panel, arms) in zip(axes[0], panels.items()):
         for y, (label, spec) in enumerate(arms.items()):
             own = [r for r in rows if r["arm"] == spec]
             for r in own:
                 axis.plot(r["accuracy"], y + 0.15 * (r["cold"] - 1), "o", color=f"C{r['cold']}", alpha=0.7,
                           markersize=5)
+                axis.axvline(r["start"], color=f"C{r['cold']}", linestyle=":", linewidth=0.8)
             if own:
-                average = mean([r["accuracy"] for r in own])
-                axis.plot([average] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
+                axis.plot([mean_accuracy(own)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
         axis.set_yticks(range(len(arms)), list(arms))
-        axis.tick_params(labelleft=True)
-        axis.set(title=panel, xlabel="right answers after training", xlim=(0, 1), ylim=(len(arms) - 0.5, -0.5))
+        axis.set(title=panel, xlabel="right answers after RL (dotted: before)", xlim=(0, 1),
+                 ylim=(len(arms) - 0.5, -0.5))
         axis.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main():

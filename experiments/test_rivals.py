@@ -57,6 +57,14 @@ class TestSurrogate:
         assert_close(gate[gate != 0], plain[gate != 0])
         assert 0 < (gate != 0).sum() < batch[3].sum()
 
+    def test_takes_out_a_fifth_of_the_responses_at_random(self, batch):
+        torch.manual_seed(0)
+        loss = parts.surrogate("one", 0.2)
+        gone = sum((gradient(loss, batch, 0, 0) == 0).all(dim=1).sum() for _ in range(100))
+        assert 80 < gone < 160
+        unmoved = (batch[1], *batch[1:])
+        assert (gradient(parts.surrogate("one", 0.99), unmoved, 0, 0)[batch[3]] != 0).all(), "first minibatch"
+
     def test_caps_the_weight(self, batch):
         capped, free, plain = (gradient(parts.surrogate(weight, "one", cap), batch, 0, 0)
                                for weight, cap in (("token", 1.1), ("token", None), ("one", None)))
@@ -70,6 +78,7 @@ class TestAdvantages:
         e = torch.tensor(2.0).exp()
         assert_close(parts.softmax_advantages(rewards, 3, tau=0.5)[:3], torch.tensor([e, 1, 1]) / (e + 2))
         assert_close(parts.best_of_n_advantages(rewards, 3), torch.tensor([1, 0, 0, 0, 0.5, 0.5]))
+        assert (parts.best_of_n_advantages(torch.zeros(4), 4) == 0).all(), "where none is right, none is kept"
 
     def test_of_steps_credit_each_sum_by_its_own_arithmetic(self):
         text = "c3+7=0b7+0=8a0+8=8\n#### 8"  # one slip, then right in itself; the answer is wrong
@@ -98,7 +107,7 @@ class TestCritic:
 
     def test_gae_of_lambda_0_and_1(self):
         assert_close(parts.gae(self.values, self.rewards, self.mask, 0.0),
-                     torch.tensor([[0, 0.3, -0.1, 0.6], [-0.2, -0.1, 0, 0]]), msg="V_{t+1} - V_t, at last r - V")
+                     torch.tensor([[0, 0.3, -0.1, 0.6], [-0.2, -0.1, 0, 0]]), msg="V_{t+1} - V_t, then r - V")
         assert_close(parts.gae(self.values, self.rewards, self.mask, 1.0),
                      torch.tensor([[0, 0.8, 0.5, 0.6], [-0.3, -0.1, 0, 0]]), msg="reward - value")
 
@@ -229,44 +238,70 @@ class TestTasks:
 
 
 class TestExact:
-    def test_expectations_equal_the_sum_over_all_responses(self):
+    @pytest.fixture(autouse=True)
+    def double(self):
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+
+    @pytest.fixture
+    def policies(self):
         g = torch.Generator().manual_seed(0)
-        old, new = (torch.randn(exact.CONTEXTS, exact.TOKENS, generator=g).double() for _ in range(2))
+        return [torch.randn(exact.CONTEXTS, exact.TOKENS, generator=g) for _ in range(2)]
+
+    def test_moments_equal_the_sums_over_all_responses(self, policies, monkeypatch):
+        monkeypatch.setattr(exact, "CONTEXTS", 2)  # so that in 3 positions one context comes twice
+        old, new = (x[:2] for x in policies)
         length, p, log_ratio = 3, old.softmax(1), new.log_softmax(1) - old.log_softmax(1)
-        total, baseline = dict.fromkeys(exact.WEIGHTS, 0), (1 - p[:length, 0]).prod()
+        context = torch.arange(length) % 2
+        mean, square = dict.fromkeys(exact.WEIGHTS, 0), dict.fromkeys(exact.WEIGHTS, 0)
+        baseline = (1 - p[context, 0]).prod()
         for y in itertools.product(range(exact.TOKENS), repeat=length):
-            logits, at = new.clone().requires_grad_(), (torch.arange(length), torch.tensor(y))
+            logits, at = new.clone().requires_grad_(), (context, torch.tensor(y))
             weights = (torch.ones(length), log_ratio[at].exp(), log_ratio[at].mean().exp().expand(length),
                        log_ratio[at].sum().exp().expand(length))
-            scale = p[at].prod() * (float(all(y)) - baseline)
             for name, w in zip(exact.WEIGHTS, weights):
-                objective = (w * logits.log_softmax(1)[at]).sum() * scale
-                total[name] = total[name] + torch.autograd.grad(objective, logits)[0]
-        for name, value in exact.estimates(old, new, length).items():
-            assert_close(value, total[name], msg=lambda text, name=name: f"{name}: {text}")
+                objective = (w * logits.log_softmax(1)[at]).sum() * (float(all(y)) - baseline)
+                gradient, = torch.autograd.grad(objective, logits)
+                mean[name] = mean[name] + p[at].prod() * gradient
+                square[name] = square[name] + p[at].prod() * (gradient**2).sum()
+        for name, (its_mean, its_square) in exact.estimates(old, new, length).items():
+            assert_close(its_mean, mean[name], msg=lambda text, name=name: f"mean of {name}: {text}")
+            assert_close(its_square, square[name], msg=lambda text, name=name: f"square of {name}: {text}")
 
-    def test_without_its_root_the_sequence_ratio_gives_the_gradient_of_j(self):
-        g = torch.Generator().manual_seed(1)
-        old, new = (torch.randn(exact.CONTEXTS, exact.TOKENS, generator=g).double() for _ in range(2))
-        new.requires_grad_()
+    def test_without_its_root_the_sequence_ratio_gives_the_gradient_of_j(self, policies):
+        old, new = policies[0], policies[1].requires_grad_()
         right = (1 - new.softmax(1)[torch.arange(20) % exact.CONTEXTS, 0]).prod()
         truth, = torch.autograd.grad(right, new)
-        assert_close(exact.estimates(old, new.detach(), 20)["sequence ratio, no root"], truth)
+        assert_close(exact.gradient(old, new.detach(), 20), truth)
 
     @pytest.mark.parametrize("how", exact.HOW)
-    def test_moves_by_the_spread_it_is_told(self, how):
+    @pytest.mark.parametrize("length", [8, 40])
+    def test_moves_by_the_spread_it_is_told(self, how, length):
         g = torch.Generator().manual_seed(2)
-        old = exact.old_policy(32, g).double()
-        new = exact.move(old, 32, 0.1, how, g)
-        log_ratio, p = new.log_softmax(1) - old.log_softmax(1), old.softmax(1)
-        mean = (p * log_ratio).sum() / exact.CONTEXTS
-        assert abs(((p * (log_ratio - mean) ** 2).sum() / exact.CONTEXTS).sqrt() - 0.1) < 1e-6
+        old = exact.old_policy(length, g)
+        new = exact.move(old, length, 0.1, how, g)
+        _, _, log_ratio = exact.sample(old, new, length, 200_000 // length, g)
+        assert abs(log_ratio.std() - 0.1) < 2e-3
+
+    @pytest.mark.parametrize("length", [8, 1024])
+    def test_is_right_with_probability_1_over_e(self, length):
+        slips = exact.old_policy(length, torch.Generator().manual_seed(3)).softmax(1)[:, 0]
+        right = (1 - slips[torch.arange(length) % exact.CONTEXTS]).prod()
+        assert 0.3 < right < 0.38, "the more so, the longer"
+
+    def test_leaves_the_default_precision_alone(self, tmp_path, monkeypatch):
+        torch.set_default_dtype(torch.float32)
+        monkeypatch.setattr(exact, "measure", lambda results: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            exact.main(tmp_path)
+        assert torch.get_default_dtype() == torch.float32
 
 
 class TestRuns:
     @pytest.fixture
     def small(self, tmp_path, monkeypatch):
-        """Two steps of two rollouts on an untrained model, whose reward is a letter's parity."""
+        """Two rollouts of 4 x 4 responses on an untrained model, whose reward is a letter's parity."""
         def questions(seed, n):
             return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
         settings = dict(max_completion_length=8, learning_rate=1e-3)
@@ -287,7 +322,8 @@ class TestRuns:
             rivals.cold_start(spec["task"], 0)
             rows.append(rivals.run(spec, 0, 5))
             assert len(rows[-1]["reward"]) == 2 and json.loads(json.dumps(rows[-1])) == rows[-1]
-        assert len({json.dumps(row["grad_norm"]) for row in rows}) > 1, "arms that differ must train differently"
+        different = {json.dumps(row["grad_norm"]) for row in rows if row["arm"]["algorithm"] != "gspo_token"}
+        assert len(different) == sum(row["arm"]["algorithm"] != "gspo_token" for row in rows), "no effect"
 
     def test_leave_the_loop_as_it_was(self, small):
         before = {name: getattr(train_math, name) for name in dir(train_math)} | train_math.LOSSES
