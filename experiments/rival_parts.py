@@ -100,13 +100,14 @@ def moe(tokenizer, seed):
 # ---- losses and advantages ----------------------------------------------------------------------------------
 
 
-def surrogate(weight, gate, cap=None):
+def surrogate(weight, gate, cap=None, side="both"):
     """A loss in which token t of response i weighs w_{i,t} A_i / |y_i|, or nothing where the gate's ratio is
     clipped.
 
-    weight and gate: "token", "sequence" or "one" (a ratio that stays 1); the weight at most `cap`. A number
-    as gate takes out that share of the responses at random, once the policy has moved. (token, token) has
-    GRPO's gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
+    weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most `cap`; the gate
+    clips on both sides, or only "above" (where A > 0), or only "below" (A < 0); a number as gate takes out that
+    share of the responses at random, once the policy has moved. (token, token) has GRPO's gradient, Eq. 12,
+    (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         with torch.no_grad():
             token = _log_ratio(log_probs, old_log_probs, mask).exp()
@@ -116,7 +117,8 @@ def surrogate(weight, gate, cap=None):
                 clipped = (torch.rand(len(token), 1) < gate) & (sequence != 1)
             else:
                 a, r = advantages[:, None], ratios[gate]
-                clipped = ((a > 0) & (r > 1 + eps_high)) | ((a < 0) & (r < 1 - eps_low))
+                above, below = (a > 0) & (r > 1 + eps_high), (a < 0) & (r < 1 - eps_low)
+                clipped = {"both": above | below, "above": above, "below": below}[side]
             weights = ratios[weight].clamp(max=cap or torch.inf)
             coefficient = (weights * advantages[:, None]).masked_fill(clipped, 0)
         return _loss(_token_mean(coefficient * log_probs, mask), denominator)

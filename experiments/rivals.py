@@ -65,6 +65,9 @@ def factorial(sequence, token, share, **more):
             capped = ", at most 2" if cap else ""
             label = f"{name}weight {weight}{capped}; {'no' if gate == 'one' else gate} gate"
             arms[label] = arm(algorithm, eps, **({} if name else {"loss": [weight, gate, cap]}), **more)
+    for side, where in (("above", "A > 0"), ("below", "A < 0")):
+        loss = ["sequence", "sequence", None, side]
+        arms[f"weight sequence; sequence gate, {where} only"] = arm(GSPO, sequence, loss=loss, **more)
     arms["weight one; as many taken out at random"] = arm(GSPO, 0.99, loss=["one", share, None], **more)
     return arms
 
@@ -212,14 +215,17 @@ def run_all(arms, colds, seeds, jobs):
     there = train_math.read(path)
     missing = [w for i, w in enumerate(wanted)
                if w not in wanted[:i] and not any(same(row, *w) for row in there)]
-    starts = sorted({(spec["task"], cold) for spec, cold, _ in missing})
-    os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # the workers'
-    ignore = signal.SIGINT, signal.SIG_IGN  # a Ctrl-C ends this process, and leaving the pool ends them
-    with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignore) as pool:
-        for _ in tqdm(pool.imap_unordered(cold_start_of, starts), "cold starts", len(starts)):
-            pass
-        for row in tqdm(pool.imap_unordered(run_of, missing), "runs", len(missing)):
-            train_math.append(path, row)
+    if missing:
+        starts = sorted({(spec["task"], cold) for spec, cold, _ in missing})
+        os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # the workers'
+        ignore = signal.SIGINT, signal.SIG_IGN  # a Ctrl-C ends this process, and leaving the pool ends them
+        with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignore) as pool:
+            for _ in tqdm(pool.imap_unordered(cold_start_of, starts), "cold starts", len(starts)):
+                pass
+            for row in tqdm(pool.imap_unordered(run_of, missing), "runs", len(missing)):
+                train_math.append(path, row)
+            pool.close()
+            pool.join()
     return [row for row in train_math.read(path) if any(same(row, *w) for w in wanted)]
 
 

@@ -57,6 +57,14 @@ class TestSurrogate:
         assert_close(gate[gate != 0], plain[gate != 0])
         assert 0 < (gate != 0).sum() < batch[3].sum()
 
+    def test_gates_one_side_where_told(self, batch):
+        both, above, below, free = (gradient(parts.surrogate("sequence", gate, None, side), batch, 0.01, 0.02) != 0
+                                    for gate, side in (("sequence", "both"), ("sequence", "above"),
+                                                       ("sequence", "below"), ("one", "both")))
+        right = (batch[2] > 0)[:, None]
+        assert torch.equal(above, both.where(right, free)) and torch.equal(below, both.where(~right, free))
+        assert (both != above).any() and (both != below).any()
+
     def test_takes_out_a_fifth_of_the_responses_at_random(self, batch):
         torch.manual_seed(0)
         loss = parts.surrogate("one", 0.2)
@@ -330,3 +338,20 @@ class TestRuns:
         rivals.cold_start("long", 0)
         rivals.run(rivals.arm("grpo", 0.2, critic=1), 0, 5)
         assert before == {name: getattr(train_math, name) for name in dir(train_math)} | train_math.LOSSES
+
+    def test_that_are_there_are_not_run_again_and_make_the_table_and_the_figure(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(rivals, "RESULTS", tmp_path)
+        monkeypatch.setattr(rivals.multiprocessing, "get_context", None)  # nothing may be started
+        arms = [spec for panel in rivals.EXPERIMENTS["moe"].values() for spec in panel.values()]
+        for i, (spec, cold, k) in enumerate(itertools.product(arms, range(2), range(2))):
+            row = {"arm": spec, "cold": cold, "seed": 100 * cold + k, "start": 0.3, "accuracy": i / 100,
+                   "reward": [0.5], "clip_fraction": [0.25], "log_ratio_std": [None], "entropy": [0.1],
+                   "experts_changed": [0.02]}
+            train_math.append(tmp_path / "runs.jsonl", row)
+        train_math.append(tmp_path / "runs.jsonl", {**row, "cold": 7, "accuracy": 0.99})  # of a larger run
+        rows = rivals.run_all(arms, colds=2, seeds=2, jobs=1)
+        assert len(rows) == 16
+        line = rivals.table("moe", rows).splitlines()[3]
+        assert line == "| GRPO | 0.06 | 0.04 0.05; 0.06 0.07 | 0.50 | 25.0% | - | 0.100 | 2.0% |"
+        rivals.draw("moe", rows, tmp_path / "moe.png")
+        assert (tmp_path / "moe.png").stat().st_size > 1000
