@@ -3,12 +3,12 @@
     python experiments/rivals.py ratios                                            # the tiny long task: seconds
     python experiments/rivals.py ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER    # and real weights: 15 minutes
 
-One rollout and its four optimizer steps by train_math.train; then the ratios between the policy that sampled
-and the policy after, of all responses with a gradient, cut to their first 8, 32, 128, 512 tokens. The tiny
-model is rivals.py's long task at its learning rate, 3e-4, from three cold starts; the real one
-SmolLM2-135M-Instruct on GSM8K's questions at 1e-6 in float32, three seeds: 16 responses of 512 tokens (no end
-token), rewarded for an odd number of letters e, so that its groups have something to learn. ratios.jsonl has
-a line for each model, seed and length."""
+One rollout and its optimizer steps by train_math.train, one for each of four minibatches in which a group's
+rewards differ; then the ratios between the policy that sampled and the policy after, of all responses with a
+gradient, as the next epoch would meet them, cut to their first 8, 32, 128, 512 tokens. The tiny model is rivals.py's
+long task at its learning rate, 3e-4, from three cold starts; the real one SmolLM2-135M-Instruct on GSM8K's questions
+at 1e-6 in float32, three seeds: 4 prompts x 4 responses of 512 tokens (no end token), rewarded for an odd number of
+letters e, so that there is something to learn. ratios.jsonl has a line for each model, seed and length."""
 import itertools
 import json
 import tempfile
@@ -98,7 +98,7 @@ def draw(rows, histograms, path):
             label = f"{algorithm}'s clip range, {clip[0]:g} below 1, {clip[1]:g} above"
             for x in clip:
                 axis.axvline(x, color=colour, linestyle="--", label=label if x == clip[0] else None)
-        axis.set(xscale="log", title=f"{model}, after four optimizer steps",
+        axis.set(xscale="log", title=f"{model}, after one epoch",
                  xlabel="distance from 1: |log ratio|", ylabel="share", ylim=(0, 1.4 * axis.get_ylim()[1]))
         axis.legend(fontsize=7, loc="upper left")
     styles = {"token_std": ("one token", "tab:orange"), "log_s_std": ("log s, the tokens' mean", "tab:blue"),
@@ -114,7 +114,9 @@ def draw(rows, histograms, path):
     axes[-1].set_xticks(LENGTHS, map(str, LENGTHS))
     axes[-1].minorticks_off()
     axes[-1].grid(alpha=0.3)
-    axes[-1].legend(fontsize=7)
+    axes[-1].axhspan(*GSPO, color="gray", alpha=0.6, label="GSPO's clip range")
+    axes[-1].set_ylim(5e-6, 8)
+    axes[-1].legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=110)
 
 
@@ -135,7 +137,8 @@ def main(results, tiny_runs, model=None, gsm8k=None):
     """tiny_runs: (seed, responses) of the tiny model, one after the other. Real weights are measured if they
     are given, and otherwise shown as they were last time."""
     path = results / "ratios.jsonl"
-    rows = [row for row in train_math.read(path) if row["model"] != "tiny" and not model]
+    before = [row for row in train_math.read(path) if row["model"] != "tiny" and not model]
+    rows = []
     runs = (("tiny", *run) for run in tiny_runs)
     if model:
         real = ((Path(model).name, seed, real_weights(model, gsm8k, seed)) for seed in range(3))
@@ -144,6 +147,7 @@ def main(results, tiny_runs, model=None, gsm8k=None):
         row = {"model": name, "seed": seed}
         rows += [{**row, **m} for n in LENGTHS if (m := measure(responses, n))]
         rows.append({**row, **histogram(responses)})
+    rows += before
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     by_length = [row for row in rows if "length" in row]
     (results / "ratios.md").write_text(table(by_length), encoding="utf-8")
