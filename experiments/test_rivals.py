@@ -312,7 +312,7 @@ class TestRuns:
         """Two rollouts of 4 x 4 responses on an untrained model, whose reward is a letter's parity."""
         def questions(seed, n):
             return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
-        settings = dict(max_completion_length=8, learning_rate=1e-3)
+        settings = dict(max_completion_length=8, learning_rate=1e-2)  # ratios above 2, too
         for task, make in (("long", parts.dense), ("short", parts.dense), ("long_moe", parts.moe)):
             monkeypatch.setitem(rivals.TASKS, task, (make, lambda *_: None, questions, settings))
         small = dict(prompts_per_step=4, group_size=4, max_steps=2)
@@ -322,16 +322,18 @@ class TestRuns:
                             lambda prompts, completions, answer: [float(len(set(c)) % 2) for c in completions])
 
     @pytest.mark.parametrize("name", rivals.EXPERIMENTS)
-    def test_of_each_experiment_run_arm_by_arm(self, small, name):
-        arms = [spec for panel in rivals.EXPERIMENTS[name].values() for spec in panel.values()]
-        rows = []
-        for spec in {json.dumps(spec): spec for spec in arms}.values():
-            spec = {**spec, "max_steps": 2}
+    def test_of_each_experiment_run_and_each_piece_has_an_effect(self, small, name):
+        kinds, same = {}, ("eps", "epochs", "learning_rate", "max_steps")
+        for spec in (spec for panel in rivals.EXPERIMENTS[name].values() for spec in panel.values()):
+            kinds.setdefault(json.dumps({k: v for k, v in spec.items() if k not in same} | {"task": ""}), spec)
+        gradients = {}
+        for kind, spec in kinds.items():
             rivals.cold_start(spec["task"], 0)
-            rows.append(rivals.run(spec, 0, 5))
-            assert len(rows[-1]["reward"]) == 2 and json.loads(json.dumps(rows[-1])) == rows[-1]
-        different = {json.dumps(row["grad_norm"]) for row in rows if row["arm"]["algorithm"] != "gspo_token"}
-        assert len(different) == sum(row["arm"]["algorithm"] != "gspo_token" for row in rows), "no effect"
+            row = rivals.run({**spec, "max_steps": 2}, 0, 5)
+            assert len(row["reward"]) == 2 and json.loads(json.dumps(row)) == row
+            gradients[kind] = json.dumps(row["grad_norm"])
+        plain = [g for kind, g in gradients.items() if "gspo_token" not in kind]
+        assert len(set(plain)) == len(plain), "a piece without effect"
 
     def test_leave_the_loop_as_it_was(self, small):
         before = {name: getattr(train_math, name) for name in dir(train_math)} | train_math.LOSSES
