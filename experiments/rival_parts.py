@@ -104,10 +104,10 @@ def surrogate(weight, gate, cap=None, side="both"):
     """A loss in which token t of response i weighs w_{i,t} A_i / |y_i|, or nothing where the gate's ratio is
     clipped.
 
-    weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most `cap`; the gate
-    clips on both sides, or only "above" (where A > 0), or only "below" (A < 0); a number as gate takes out that
-    share of the responses at random, once the policy has moved. (token, token) has GRPO's gradient, Eq. 12,
-    (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
+    weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most `cap`; the
+    gate clips on both sides, or only "above" (where A > 0), or only "below" (A < 0); a number as gate takes
+    out that share of the responses at random, once the policy has moved. (token, token) has GRPO's gradient,
+    Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         with torch.no_grad():
             token = _log_ratio(log_probs, old_log_probs, mask).exp()
@@ -154,13 +154,13 @@ def step_rewards(text, reward, modulo):
 
 
 class StepAdvantages:
-    """GSPO-token's advantages (B, T): each written step by its own arithmetic, normalised over the group's
-    tokens.
+    """GSPO-token's advantages (B, T): each written step by its own arithmetic, or, with `both`, by the sum of
+    that and the response's one reward; normalised over the group's tokens.
 
     Its two methods replace train_math's functions of these names. One character must be one token."""
 
-    def __init__(self, tokenizer, modulo=None):
-        self.tokenizer, self.modulo = tokenizer, modulo
+    def __init__(self, tokenizer, modulo=None, both=False):
+        self.tokenizer, self.modulo, self.both = tokenizer, modulo, both
 
     def group_advantages(self, rewards, group_size):
         self.rewards, self.group_size = rewards.tolist(), group_size
@@ -173,7 +173,8 @@ class StepAdvantages:
             row = []
             for end, r in step_rewards(text, reward, self.modulo):
                 row += [r] * (end - len(row))
-            rows.append(torch.tensor(row + [reward] * (len(response) - len(row))))  # the end token
+            row += [reward] * (len(response) - len(row))  # the end token
+            rows.append(torch.tensor(row) + self.both * reward)
         credit = []
         for i in range(0, len(rows), self.group_size):
             together = torch.cat(rows[i:i + self.group_size])

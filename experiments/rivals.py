@@ -96,11 +96,12 @@ EXPERIMENTS = {
     "critic": {"": both(**BEST) | {f"PPO, critic, GAE {lam:g}": arm(GRPO, BEST["grpo"], critic=lam)
                                    for lam in (1, 0.95)}},
     "advantages": {"": both(**BEST) | {
-        "reward-weighted\nregression": arm(GSPO, 0.003, advantages="softmax_advantages"),
+        "reward-weighted regression": arm(GSPO, 0.003, advantages="softmax_advantages"),
         "best of n": arm(GSPO, 0.003, advantages="best_of_n_advantages")}},
     "credit": {name: {"GSPO, one reward": arm(GSPO, eps, **more),
                       "GSPO-token, one reward": arm("gspo_token", eps, **more),
-                      "GSPO-token, reward of each step": arm("gspo_token", eps, step_rewards=True, **more)}
+                      "GSPO-token, each step its own": arm("gspo_token", eps, step_rewards="own", **more),
+                      "GSPO-token, own + one reward": arm("gspo_token", eps, step_rewards="both", **more)}
                for name, eps, more in (("long responses", 0.003, {}),
                                        ("short responses", 0.03, {"task": "short"}))},
     "moe": {"": {**both(**BEST, task="long_moe", replay=False),
@@ -168,7 +169,8 @@ def run(spec, cold, seed):
         losses["grpo"] = critic.loss
         pieces |= {name: getattr(critic, name) for name in ("group_advantages", "response_log_probs")}
     if "step_rewards" in spec:
-        credit = parts.StepAdvantages(tokenizer, modulo=10 if spec["task"] == "long" else None)
+        modulo = 10 if spec["task"] == "long" else None
+        credit = parts.StepAdvantages(tokenizer, modulo, both=spec["step_rewards"] == "both")
         pieces |= {name: getattr(credit, name) for name in ("group_advantages", "build_minibatches")}
     if "replay" in spec:
         replay = parts.RoutingReplay(model, spec["replay"])
@@ -323,4 +325,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nstopped: the same command goes on, and only the runs that were on are lost")

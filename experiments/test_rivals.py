@@ -107,6 +107,17 @@ class TestAdvantages:
         assert (advantages[0] > 0).all() and (advantages[1] < 0).all() and (advantages[2] < 0).all()
         assert abs(torch.cat([advantages[i] for i in range(4)]).mean()) < 1e-6
 
+    def test_of_steps_may_add_the_one_reward(self):
+        tokenizer = train_math.tiny_tokenizer()
+        responses = [tokenizer(t).input_ids for t in ("a1+1=2\n#### 9", "a1+1=3\n#### 2")]
+        credit = parts.StepAdvantages(tokenizer, modulo=10, both=True)
+        ones = credit.group_advantages(torch.tensor([0.0, 1.0]), 2)
+        s = train_math.Settings(device="cpu", minibatches=1)
+        (batch,), = credit.build_minibatches([[5]] * 2, responses, ones, s)
+        wrong, right = (batch.advantages[batch.rows.index(i)][batch.mask[0]] for i in (0, 1))
+        order = wrong[-1] < wrong[0] == right[0] < right[-1]  # rewards 0, 1, 1, 2
+        assert order, "own + one"
+
 
 class TestCritic:
     values = torch.tensor([[9.0, 0.2, 0.5, 0.4], [0.3, 0.1, 9.0, 9.0]])
