@@ -122,7 +122,8 @@ def draw(rows, histograms, path):
 
 def table(rows):
     lines = ["| model | tokens | spread of a token's log-ratio | of log s | of the sum "
-             "| clipped by GSPO 3e-4, 4e-4 | by GRPO .2, .27 | by GRPO at GSPO's range |", "|---|---|---|---|---|---|---|---|"]
+             "| clipped by GSPO 3e-4, 4e-4 | by GRPO .2, .27 | by GRPO at GSPO's range |",
+             "|---|---|---|---|---|---|---|---|"]
     for model, length in dict.fromkeys((row["model"], row["length"]) for row in rows):
         own = [row for row in rows if (row["model"], row["length"]) == (model, length)]
         spreads = [" ".join(f"{row[name]:.1e}" for row in own)

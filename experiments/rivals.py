@@ -1,5 +1,5 @@
-"""GSPO against its rivals, on tasks that a CPU core trains in half a minute: every arm three times from each
-of three cold starts, on train_math.train, into which the rival's pieces (rival_parts.py) are passed.
+"""GSPO against its rivals, on tasks that a CPU core trains in half a minute: every arm from three cold
+starts, on train_math.train, into which the rival's pieces (rival_parts.py) are passed.
 
     python experiments/rivals.py factorial      # which part of GSPO helps? the centre
     python experiments/rivals.py NAME           # one of the others below; `all` for all of them
@@ -7,8 +7,9 @@ of three cold starts, on train_math.train, into which the rival's pieces (rival_
     python experiments/rivals.py exact          # no training: exact gradients of an enumerable policy (exact.py)
 
 Runs are kept in results/rivals/runs.jsonl, a line each, and none is run twice: an interrupted experiment goes
-on where it stopped, and arms that two experiments share are run once (delete lines to run them anew). Each
-experiment ends with results/rivals/NAME.md and NAME.png. Cold starts are kept in runs/rivals."""
+on where it stopped, arms that two experiments share are run once, and what comes with this repository is
+drawn, not trained. --results FOLDER starts with none: do so after any change of a setting or a piece. An
+experiment ends with NAME.md and NAME.png beside runs.jsonl. Cold starts are kept in runs/rivals."""
 import argparse
 import contextlib
 import io
@@ -56,8 +57,8 @@ def arm(algorithm, eps, task="long", epochs=4, **pieces):
 
 
 def factorial(sequence, token, share, **more):
-    """weight x gate, and a gate that takes out at random as many responses as GSPO's. The algorithm says which
-    ratio the metrics describe; .99 is a clip range that nothing leaves."""
+    """weight x gate, and a gate that takes out at random as many responses as GSPO's. The algorithm says
+    which ratio the metrics describe; .99 is a clip range that nothing leaves."""
     arms, names = {}, {("sequence", "sequence"): "GSPO: ", ("token", "token"): "GRPO: "}
     for gate, algorithm, eps in (("sequence", GSPO, sequence), ("token", GRPO, token), ("one", GSPO, 0.99)):
         for weight, cap in (("sequence", None), ("one", None), ("token", 2), ("token", None)):
@@ -206,17 +207,11 @@ def run_of(arguments):
     return run(*arguments)
 
 
-def same(row, spec, cold, seed):
-    return (row["arm"], row["cold"], row["seed"]) == (spec, cold, seed)
-
-
-def run_all(arms, colds, seeds, jobs):
-    """Cold starts and runs that are not there yet, on `jobs` processes. Returns the rows of these arms."""
-    path = RESULTS / "runs.jsonl"
+def run_all(arms, colds, seeds, jobs, path):
+    """Cold starts and runs that are not there yet, on `jobs` processes. Returns all rows of these arms."""
     wanted = [(spec, cold, 100 * cold + k) for k in range(seeds) for cold in range(colds) for spec in arms]
-    there = train_math.read(path)
-    missing = [w for i, w in enumerate(wanted)
-               if w not in wanted[:i] and not any(same(row, *w) for row in there)]
+    there = [(row["arm"], row["cold"], row["seed"]) for row in train_math.read(path)]
+    missing = [w for i, w in enumerate(wanted) if w not in there + wanted[:i]]
     if missing:
         starts = sorted({(spec["task"], cold) for spec, cold, _ in missing})
         os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # the workers'
@@ -228,7 +223,7 @@ def run_all(arms, colds, seeds, jobs):
                 train_math.append(path, row)
             pool.close()
             pool.join()
-    return [row for row in train_math.read(path) if any(same(row, *w) for w in wanted)]
+    return [row for row in train_math.read(path) if row["arm"] in arms]
 
 
 # ---- report ------------------------------------------------------------------------------------------------
@@ -246,16 +241,16 @@ def table(name, rows):
             values = "; ".join(" ".join(f"{r['accuracy']:.2f}" for r in own if r["cold"] == cold)
                                for cold in sorted({r["cold"] for r in own}))
 
-            def average(metric, form):
-                values = [x for r in own for x in r.get(metric, []) if x is not None]
+            def average(metric, form, start=0):
+                values = [x for r in own for x in r.get(metric, [])[start:] if x is not None]
                 return format(statistics.fmean(values), form) if values else "-"
+
             at_random = isinstance(spec.get("loss", ["", ""])[1], float)  # the metrics know of no such gate
             lines.append("| " + " | ".join([
                 ": ".join(filter(None, (panel, label))), f"{mean_accuracy(own):.2f}", values,
                 average("reward", ".2f"),
                 "-" if at_random else average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
-                f"{statistics.fmean(r['entropy'][-1] for r in own if 'entropy' in r):.3f}",
-                average("experts_changed", ".1%")]) + " |")
+                average("entropy", ".3f", -1), average("experts_changed", ".1%")]) + " |")
     starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows}
     lines.append("\nBefore RL, right: " + ", ".join(f"{task} {cold} {right:.2f}"
                                                    for (task, cold), right in sorted(starts.items())))
@@ -267,7 +262,8 @@ def mean_accuracy(rows):
 
 
 def draw(name, rows, path):
-    """A dot a run, coloured by cold start, a bar at the arm's mean; dotted lines where the cold starts were."""
+    """A dot a run, coloured by cold start, a bar at the arm's mean; dotted lines where the cold starts
+    were."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -297,9 +293,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", choices=["exact", "ratios", *EXPERIMENTS, "all"])
     parser.add_argument("--colds", type=int, default=3, help="cold starts")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds, from each cold start")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds, from each cold start")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
                         help="processes, a core each")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder; runs that it holds are not run again")
     parser.add_argument("--model", help="for ratios: hub id or folder of real weights")
     parser.add_argument("--gsm8k", help="for ratios: the folder with train.jsonl")
     args = parser.parse_args()
@@ -307,20 +304,20 @@ def main():
         parser.error("--colds, --seeds and --jobs must be at least 1")
     if (args.model is None) != (args.gsm8k is None):
         parser.error("--model and --gsm8k go together")
-    for folder in (RESULTS, COLD):
+    for folder in (args.results, COLD):
         folder.mkdir(parents=True, exist_ok=True)
     if args.name in ("exact", "all"):
-        exact.main(RESULTS)
+        exact.main(args.results)
     if args.name in ("ratios", "all"):
         torch.set_num_threads(1)
         rollouts = tqdm(map(one_rollout, range(args.colds)), "rollouts", args.colds)
-        ratios.main(RESULTS, rollouts, args.model, args.gsm8k)
+        ratios.main(args.results, rollouts, args.model, args.gsm8k)
     names = {"all": EXPERIMENTS, "exact": [], "ratios": []}.get(args.name, [args.name])
     for name in names:
         arms = [spec for panel in EXPERIMENTS[name].values() for spec in panel.values()]
-        rows = run_all(arms, args.colds, args.seeds, args.jobs)
-        (RESULTS / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
-        draw(name, rows, RESULTS / f"{name}.png")
+        rows = run_all(arms, args.colds, args.seeds, args.jobs, args.results / "runs.jsonl")
+        (args.results / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
+        draw(name, rows, args.results / f"{name}.png")
         print(table(name, rows))
 
 

@@ -353,7 +353,6 @@ class TestRuns:
         assert before == {name: getattr(train_math, name) for name in dir(train_math)} | train_math.LOSSES
 
     def test_that_are_there_are_not_run_again_and_make_the_table_and_the_figure(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(rivals, "RESULTS", tmp_path)
         monkeypatch.setattr(rivals.multiprocessing, "get_context", None)  # nothing may be started
         arms = [spec for panel in rivals.EXPERIMENTS["moe"].values() for spec in panel.values()]
         for i, (spec, cold, k) in enumerate(itertools.product(arms, range(2), range(2))):
@@ -361,8 +360,8 @@ class TestRuns:
                    "reward": [0.5], "clip_fraction": [0.25], "log_ratio_std": [None], "entropy": [0.1],
                    "experts_changed": [0.02]}
             train_math.append(tmp_path / "runs.jsonl", row)
-        train_math.append(tmp_path / "runs.jsonl", {**row, "cold": 7, "accuracy": 0.99})  # of a larger run
-        rows = rivals.run_all(arms, colds=2, seeds=2, jobs=1)
+        train_math.append(tmp_path / "runs.jsonl", {**row, "arm": rivals.arm("grpo", 0.3)})  # of another experiment
+        rows = rivals.run_all(arms, colds=2, seeds=2, jobs=1, path=tmp_path / "runs.jsonl")
         assert len(rows) == 16
         line = rivals.table("moe", rows).splitlines()[3]
         assert line == "| GRPO | 0.06 | 0.04 0.05; 0.06 0.07 | 0.50 | 25.0% | - | 0.100 | 2.0% |"
