@@ -278,13 +278,16 @@ def draw(name, rows, path):
             for r in own:
                 axis.plot(r["accuracy"], y + 0.15 * (r["cold"] - 1), "o", color=f"C{r['cold']}", alpha=0.7,
                           markersize=5)
-                axis.axvline(r["start"], color=f"C{r['cold']}", linestyle=":", linewidth=0.8)
             if own:
                 axis.plot([mean_accuracy(own)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
+        tasks = {spec["task"] for spec in arms.values()}
+        for cold, start in sorted({(r["cold"], r["start"]) for r in rows if r["arm"]["task"] in tasks}):
+            axis.axvline(start, color=f"C{cold}", linestyle=":", label=f"cold start {cold}")
         axis.set_yticks(range(len(arms)), list(arms))
-        axis.set(title=panel, xlabel="right answers after RL (dotted: before)", xlim=(0, 1),
+        axis.set(title=panel, xlabel="right answers after RL (dotted: before; bar: mean)", xlim=(0, 1),
                  ylim=(len(arms) - 0.5, -0.5))
         axis.grid(axis="x", alpha=0.3)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
