@@ -100,27 +100,27 @@ def moe(tokenizer, seed):
 # ---- losses and advantages ----------------------------------------------------------------------------------
 
 
-def surrogate(weight, gate, cap=None, side="both"):
+def surrogate(weight, gate, cap=None, side="both", shuffled=None):
     """A loss in which token t of response i weighs w_{i,t} A_i / |y_i|, or nothing where the gate's ratio is
     clipped.
 
-    weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most `cap`; the
-    gate clips on both sides, or only "above" (where A > 0), or only "below" (A < 0); a number as gate takes
-    out that share of the responses at random, once the policy has moved. (token, token) has GRPO's gradient,
-    Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
+    weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most `cap`; the gate
+    clips on both sides, or only "above" (where A > 0), or only "below" (A < 0). shuffled: as many responses are
+    taken out, but at random, from "all", or from those whose A has the same "sign". (token, token) has GRPO's
+    gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         with torch.no_grad():
             token = _log_ratio(log_probs, old_log_probs, mask).exp()
             sequence = sequence_ratio(log_probs, old_log_probs, mask)[:, None].expand_as(token)
             ratios = {"token": token, "sequence": sequence, "one": torch.ones_like(token)}
-            if isinstance(gate, float):
-                clipped = (torch.rand(len(token), 1) < gate) & (sequence != 1)
-            else:
-                a, r = advantages[:, None], ratios[gate]
-                above, below = (a > 0) & (r > 1 + eps_high), (a < 0) & (r < 1 - eps_low)
-                clipped = {"both": above | below, "above": above, "below": below}[side]
-            weights = ratios[weight].clamp(max=cap or torch.inf)
-            coefficient = (weights * advantages[:, None]).masked_fill(clipped, 0)
+            a, r = advantages[:, None], ratios[gate]
+            above, below = (a > 0) & (r > 1 + eps_high), (a < 0) & (r < 1 - eps_low)
+            clipped = {"both": above | below, "above": above, "below": below}[side]
+            if shuffled:
+                groups = {"all": [advantages == advantages], "sign": [advantages > 0, advantages <= 0]}[shuffled]
+                for rows in (group.nonzero()[:, 0] for group in groups):
+                    clipped[rows] = clipped[rows[torch.randperm(len(rows))]]
+            coefficient = (ratios[weight].clamp(max=cap or torch.inf) * a).masked_fill(clipped, 0)
         return _loss(_token_mean(coefficient * log_probs, mask), denominator)
     return loss
 

@@ -56,20 +56,24 @@ def arm(algorithm, eps, task="long", epochs=4, **pieces):
     return {"task": task, "algorithm": algorithm, "eps": eps, "epochs": epochs, **pieces}
 
 
-def factorial(sequence, token, share, **more):
-    """weight x gate, and a gate that takes out at random as many responses as GSPO's. The algorithm says
-    which ratio the metrics describe; .99 is a clip range that nothing leaves."""
+def factorial(sequence, token, **more):
+    """weight x gate; GSPO's gate on one side; and as many responses as GSPO's gate would take out of each
+    minibatch, but others, at random. The algorithm says which ratio the metrics describe; .99 is a clip range
+    that nothing leaves."""
     arms, names = {}, {("sequence", "sequence"): "GSPO: ", ("token", "token"): "GRPO: "}
     for gate, algorithm, eps in (("sequence", GSPO, sequence), ("token", GRPO, token), ("one", GSPO, 0.99)):
         for weight, cap in (("sequence", None), ("one", None), ("token", 2), ("token", None)):
             name = "" if cap else names.get((weight, gate), "")
             capped = ", at most 2" if cap else ""
-            label = f"{name}weight {weight}{capped}; {'no' if gate == 'one' else gate} gate"
+            label = f"{name}weight {weight}{capped}; {gate} gate".replace("weight one", "weight 1")
+            label = label.replace("one gate", "no gate")
             arms[label] = arm(algorithm, eps, **({} if name else {"loss": [weight, gate, cap]}), **more)
     for side, where in (("above", "A > 0"), ("below", "A < 0")):
         loss = ["sequence", "sequence", None, side]
         arms[f"weight sequence; sequence gate, {where} only"] = arm(GSPO, sequence, loss=loss, **more)
-    arms["weight one; as many taken out at random"] = arm(GSPO, 0.99, loss=["one", share, None], **more)
+    for shuffled, whom in (("all", "any"), ("sign", "of like sign of A")):
+        loss = ["sequence", "sequence", None, "both", shuffled]
+        arms[f"weight sequence; as many at random, {whom}"] = arm(GSPO, sequence, loss=loss, **more)
     return arms
 
 
@@ -80,15 +84,15 @@ def both(gspo, grpo, label="", **more):
 BEST = dict(gspo=0.003, grpo=0.1)  # of clip_range, on the long task
 EXPERIMENTS = {
     "clip_range": {
-        f"{algorithm.upper()}, {task} responses": {f"{e:g}": arm(algorithm, e, task) for e in ranges}
+        f"{algorithm.upper()}'s clip range, {task} responses": {f"{e:g}": arm(algorithm, e, task) for e in ranges}
         for algorithm, task, ranges in ((GSPO, "long", (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)),
                                         (GRPO, "long", (3e-4, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.5)),
                                         (GSPO, "short", (3e-4, 3e-3, 0.01, 0.03, 0.1)),
                                         (GRPO, "short", (3e-4, 0.03, 0.1, 0.2, 0.5)))},
     "factorial": {
-        "long responses, 4 epochs a rollout": factorial(0.003, 0.1, 0.21),
-        "the same, 1 epoch a rollout": factorial(0.003, 0.1, 0.08, epochs=1),
-        "short responses, 4 epochs": factorial(0.03, 0.2, 0.1, task="short")},
+        "long responses, 4 epochs a rollout": factorial(0.003, 0.1),
+        "the same, 1 epoch a rollout": factorial(0.003, 0.1, epochs=1),
+        "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
     "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
                       "6e-4": both(**BEST, learning_rate=6e-4)},
     "long_run": {"40 rollouts": {f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, max_steps=40)
@@ -208,7 +212,8 @@ def run_of(arguments):
 
 
 def run_all(arms, colds, seeds, jobs, path):
-    """Cold starts and runs that are not there yet, on `jobs` processes. Returns all rows of these arms."""
+    """Cold starts and runs that are not there yet, on `jobs` processes. Returns the rows of these arms, from all
+    seeds that every one of them has."""
     wanted = [(spec, cold, 100 * cold + k) for k in range(seeds) for cold in range(colds) for spec in arms]
     there = [(row["arm"], row["cold"], row["seed"]) for row in train_math.read(path)]
     missing = [w for i, w in enumerate(wanted) if w not in there + wanted[:i]]
@@ -223,7 +228,9 @@ def run_all(arms, colds, seeds, jobs, path):
                 train_math.append(path, row)
             pool.close()
             pool.join()
-    return [row for row in train_math.read(path) if row["arm"] in arms]
+    rows = [row for row in train_math.read(path) if row["arm"] in arms]
+    common = set.intersection(*({row["seed"] for row in rows if row["arm"] == arm} for arm in arms))
+    return [row for row in rows if row["seed"] in common]
 
 
 # ---- report ------------------------------------------------------------------------------------------------
@@ -245,11 +252,9 @@ def table(name, rows):
                 values = [x for r in own for x in r.get(metric, [])[start:] if x is not None]
                 return format(statistics.fmean(values), form) if values else "-"
 
-            at_random = isinstance(spec.get("loss", ["", ""])[1], float)  # the metrics know of no such gate
             lines.append("| " + " | ".join([
                 ": ".join(filter(None, (panel, label))), f"{mean_accuracy(own):.2f}", values,
-                average("reward", ".2f"),
-                "-" if at_random else average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
+                average("reward", ".2f"), average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
                 average("entropy", ".3f", -1), average("experts_changed", ".1%")]) + " |")
     starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows}
     lines.append("\nBefore RL, right: " + ", ".join(f"{task} {cold} {right:.2f}"
@@ -282,9 +287,9 @@ def draw(name, rows, path):
                 axis.plot([mean_accuracy(own)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
         tasks = {spec["task"] for spec in arms.values()}
         for cold, start in sorted({(r["cold"], r["start"]) for r in rows if r["arm"]["task"] in tasks}):
-            axis.axvline(start, color=f"C{cold}", linestyle=":", label=f"cold start {cold}")
+            axis.axvline(start, color=f"C{cold}", linestyle=":", label=f"cold start {cold} (dots; dotted: before RL)")
         axis.set_yticks(range(len(arms)), list(arms))
-        axis.set(title=panel, xlabel="right answers after RL (dotted: before; bar: mean)", xlim=(0, 1),
+        axis.set(title=panel, xlabel="right answers after RL (bar: mean)", xlim=(0, 1),
                  ylim=(len(arms) - 0.5, -0.5))
         axis.grid(axis="x", alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)

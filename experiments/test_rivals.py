@@ -65,13 +65,18 @@ class TestSurrogate:
         assert torch.equal(above, both.where(right, free)) and torch.equal(below, both.where(~right, free))
         assert (both != above).any() and (both != below).any()
 
-    def test_takes_out_a_fifth_of_the_responses_at_random(self, batch):
+    def test_takes_out_as_many_at_random(self, batch):
         torch.manual_seed(0)
-        loss = parts.surrogate("one", 0.2)
-        gone = sum((gradient(loss, batch, 0, 0) == 0).all(dim=1).sum() for _ in range(100))
-        assert 80 < gone < 160
-        unmoved = (batch[1], *batch[1:])
-        assert (gradient(parts.surrogate("one", 0.99), unmoved, 0, 0)[batch[3]] != 0).all(), "first minibatch"
+        def gone(shuffled):
+            loss = parts.surrogate("sequence", "sequence", None, "both", shuffled)
+            return (gradient(loss, batch, 0.01, 0.02) == 0).all(dim=1)
+        right, own = batch[2] > 0, gone(None)
+        assert 0 < own.sum() < 6 and (own & right).any() and (own & ~right).any()
+        for shuffled in ("all", "sign"):
+            draws = torch.stack([gone(shuffled) for _ in range(100)])
+            assert (draws.sum(dim=1) == own.sum()).all(), "as many as the clip would take"
+            assert draws.any(dim=0).all() and len(draws.unique(dim=0)) > 1, "and each response may be among them"
+        assert (draws[:, right].sum(dim=1) == own[right].sum()).all(), "as many of each sign"
 
     def test_caps_the_weight(self, batch):
         capped, free, plain = (gradient(parts.surrogate(weight, "one", cap), batch, 0, 0)
