@@ -16,7 +16,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM
 
 import train_math
 from gspo import clip_fraction, sequence_ratio
