@@ -10,13 +10,10 @@ spread of the tokens' log-ratio, along the gradient of J ("improved") or at rand
 
 exact.png: the direction of the estimates without a ratio, with GRPO's token ratios, GSPO's sequence ratio,
 and the sequence ratio without its root, against length; in expectation, and in a batch. exact_clip.png: the
-direction that is left when 15% are clipped, token by token or as whole responses; and when the reported
-likelihoods of a few tokens are wrong. Raw figures: results/rivals/exact_*.jsonl."""
+direction that is left when 15% are clipped, token by token or as whole responses, and when the reported
+likelihoods of a few tokens are wrong: from 8,000 samples each. Raw figures: results/rivals/exact_*.jsonl."""
 import json
 
-import matplotlib
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 from tqdm import tqdm
 
@@ -189,6 +186,9 @@ def mean(rows, name, key=None):
 
 
 def draw_ratios(rows, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True, sharey="row", layout="constrained")
     for column, how in enumerate(HOW):
         for line, (key, label) in enumerate((
@@ -211,6 +211,9 @@ def draw_ratios(rows, path):
 
 
 def draw_clips(rows, errors, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
     lengths = sorted({row["length"] for row in rows})
     for axis, how in zip(axes, HOW):
