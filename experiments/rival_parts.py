@@ -66,7 +66,6 @@ def long_cold_start(model, tokenizer, seed):
         skill = right = teach(200, 24, 3e-3, 16, 52)
     while right > 0.33:
         right = teach(20, 32, 1e-3, 20, 32, 0.05, 0.1)
-    return skill, right
 
 
 def short_questions(seed, n):
@@ -79,7 +78,6 @@ def short_cold_start(model, tokenizer, seed):
     """train_math.py's own: to write sums out, then to guess at once."""
     s = train_math.parse_settings(["--tiny", "--seed", str(seed)])
     train_math.cold_start(model, tokenizer, train_math.tiny_questions(0), s)
-    return None, None
 
 
 def dense(tokenizer, seed):
@@ -92,9 +90,9 @@ def moe(tokenizer, seed):
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16,
-        num_experts_per_tok=2,
-        norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).eval()
+        num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.05, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)).eval()
 
 
 # ---- losses and advantages ----------------------------------------------------------------------------------
@@ -126,14 +124,14 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None):
 
 
 def softmax_advantages(rewards, group_size, tau=0.5):
-    """"Grouped Softmax": softmax(r / tau) over the group, which is reward-weighted regression (all weights >
-    0)."""
+    """"Grouped Softmax": softmax(r / tau) over the group, which is reward-weighted regression. Every weight is
+    above 0; a group of equal rewards is learned from, too."""
     return torch.softmax(rewards.view(-1, group_size) / tau, dim=1).flatten()
 
 
 def best_of_n_advantages(rewards, group_size):
-    """"Grouped Rejection": all weight on the best response, or shared among the best: rejection-sampling
-    fine-tuning."""
+    """"Grouped Rejection": all weight on the best response, or shared among the best, and none where the best
+    reward is 0, which is rejection-sampling fine-tuning."""
     groups = rewards.view(-1, group_size)
     best = ((groups == groups.max(dim=1, keepdim=True).values) & (groups > 0)).float()
     return (best / best.sum(dim=1, keepdim=True).clamp(min=1)).flatten()
