@@ -84,7 +84,8 @@ def both(gspo, grpo, label="", **more):
 BEST = dict(gspo=0.003, grpo=0.1)  # of clip_range, on the long task
 EXPERIMENTS = {
     "clip_range": {
-        f"{algorithm.upper()}'s clip range, {task} responses": {f"{e:g}": arm(algorithm, e, task) for e in ranges}
+        f"{algorithm.upper()}'s clip range, {task} responses": {
+            f"{e:g}": arm(algorithm, e, task) for e in ranges}
         for algorithm, task, ranges in ((GSPO, "long", (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)),
                                         (GRPO, "long", (3e-4, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.5)),
                                         (GSPO, "short", (3e-4, 3e-3, 0.01, 0.03, 0.1)),
@@ -287,9 +288,9 @@ def draw(name, rows, path):
                 axis.plot([mean_accuracy(own)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
         tasks = {spec["task"] for spec in arms.values()}
         for cold, start in sorted({(r["cold"], r["start"]) for r in rows if r["arm"]["task"] in tasks}):
-            axis.axvline(start, color=f"C{cold}", linestyle=":", label=f"cold start {cold} (dots; dotted: before RL)")
+            axis.axvline(start, color=f"C{cold}", linestyle=":", label=f"cold start {cold}")
         axis.set_yticks(range(len(arms)), list(arms))
-        axis.set(title=panel, xlabel="right answers after RL (bar: mean)", xlim=(0, 1),
+        axis.set(title=panel or name, xlabel="right answers after RL (bar: mean; dotted: before)", xlim=(0, 1),
                  ylim=(len(arms) - 0.5, -0.5))
         axis.grid(axis="x", alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
