@@ -139,8 +139,8 @@ def direction(per_sample, truth):
 
 
 def clips(length, spread, how, seed):
-    """One line of figure 2, left: 15% clipped, those whose ratio has gone furthest in their advantage's
-    direction."""
+    """One line of exact_clip.png, left: 15% clipped, those whose ratio has gone furthest in their advantage's
+    direction; what is left has weight 1."""
     g = torch.Generator().manual_seed(seed)
     old = old_policy(length, g)
     new = move(old, length, spread, how, g)

@@ -1,16 +1,18 @@
 """Token ratios and sequence ratios, side by side: how far they spread, and what each clip range takes out.
 
-    python experiments/rivals.py ratios                                            # the tiny long task: seconds
+    python experiments/rivals.py ratios                                            # the tiny long task
     python experiments/rivals.py ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER    # and real weights: 15 minutes
 
 One rollout and its optimizer steps by train_math.train, one for each of four minibatches in which a group's
 rewards differ; then the ratios between the policy that sampled and the policy after, of all responses with a
-gradient, as the next epoch would meet them, cut to their first 8, 32, 128, 512 tokens. The tiny model is rivals.py's
-long task at its learning rate, 3e-4, from three cold starts; the real one SmolLM2-135M-Instruct on GSM8K's questions
-at 1e-6 in float32, three seeds: 4 prompts x 4 responses of 512 tokens (no end token), rewarded for an odd number of
-letters e, so that there is something to learn. ratios.jsonl has a line for each model, seed and length."""
+gradient, as the next epoch would meet them, cut to their first 8, 32, 128, 512 tokens. The tiny model is
+rivals.py's long task at its learning rate, 3e-4, from three cold starts; the real one SmolLM2-135M-Instruct
+on GSM8K's questions at 1e-6 in float32, three seeds: 4 prompts x 4 responses of 512 tokens (no end token),
+rewarded for an odd number of letters e, so that there is something to learn. Seconds, once rivals.py's cold
+starts are there (two minutes each). ratios.jsonl has a line for each model, seed and length."""
 import itertools
 import json
+import math
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -95,8 +97,8 @@ def draw(rows, histograms, path):
             axis.stairs(counts / counts.sum(), BINS, fill=True, alpha=0.5, color=colour,
                         label=f"ratios of {int(counts.sum()):,} {name}")
             label = f"{algorithm}'s clip range, {clip[0]:g} below 1, {clip[1]:g} above"
-            for x in clip:
-                axis.axvline(x, color=colour, linestyle="--", label=label if x == clip[0] else None)
+            axis.axvline(-math.log1p(-clip[0]), color=colour, linestyle="--", label=label)
+            axis.axvline(math.log1p(clip[1]), color=colour, linestyle="--")
         axis.set(xscale="log", title=f"{model}, after one epoch",
                  xlabel="distance from 1: |log ratio|", ylabel="share", ylim=(0, 1.4 * axis.get_ylim()[1]))
         axis.legend(fontsize=7, loc="upper left")
@@ -114,7 +116,7 @@ def draw(rows, histograms, path):
     axes[-1].minorticks_off()
     axes[-1].grid(alpha=0.3)
     axes[-1].axhspan(*GSPO, color="gray", alpha=0.6, label="GSPO's clip range")
-    axes[-1].set_ylim(5e-6, 8)
+    axes[-1].set_ylim(2e-7, 8)
     axes[-1].legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=110)
 

@@ -49,7 +49,8 @@ def long_questions(seed, n):
 
 
 def long_cold_start(model, tokenizer, seed):
-    """Teach the model to count, then a sloppy teacher's ways, until it is right in less than a third."""
+    """Teach the model to count, then a sloppy teacher's ways, until it is right in less than a third of 128
+    probe questions."""
     rng, probe = random.Random(seed), long_questions("probe", 128)
     s = train_math.Settings(max_completion_length=210)
 
@@ -102,10 +103,10 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None):
     """A loss in which token t of response i weighs w_{i,t} A_i / |y_i|, or nothing where the gate's ratio is
     clipped.
 
-    weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most `cap`; the gate
-    clips on both sides, or only "above" (where A > 0), or only "below" (A < 0). shuffled: as many responses are
-    taken out, but at random, from "all", or from those whose A has the same "sign". (token, token) has GRPO's
-    gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
+    weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most `cap`; the
+    gate clips on both sides, or only "above" (where A > 0), or only "below" (A < 0). shuffled: as many
+    responses are taken out, but at random, from "all", or from those whose A has the same "sign". (token,
+    token) has GRPO's gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         with torch.no_grad():
             token = _log_ratio(log_probs, old_log_probs, mask).exp()
@@ -124,8 +125,8 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None):
 
 
 def softmax_advantages(rewards, group_size, tau=0.5):
-    """"Grouped Softmax": softmax(r / tau) over the group, which is reward-weighted regression. Every weight is
-    above 0; a group of equal rewards is learned from, too."""
+    """"Grouped Softmax": softmax(r / tau) over the group, which is reward-weighted regression. Every weight
+    is above 0; a group of equal rewards is learned from, too."""
     return torch.softmax(rewards.view(-1, group_size) / tau, dim=1).flatten()
 
 
