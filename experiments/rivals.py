@@ -114,6 +114,7 @@ EXPERIMENTS = {
                  **both(**BEST, label=", Routing Replay", task="long_moe", replay=True)}},
     "engine": {name: both(**BEST) | both(**BEST, label=", recomputed", engine=[kind, False])
                | both(**BEST, label=", the engine's", engine=[kind, True])
+               | {"GSPO at 3e-4, the engine's": arm(GSPO, 3e-4, engine=[kind, True])}
                for name, kind in (("bf16 sampler", "bf16"), ("8-bit weights", "float8"),
                                   ("4 rollouts old", "stale"))}}
 
