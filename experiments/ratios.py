@@ -111,7 +111,8 @@ def draw(rows, histograms, path):
             values = [[row[name] for row in own if row["length"] == n] for n in lengths]
             axes[-1].plot(lengths, [sum(v) / len(v) for v in values], line, marker=".", color=colour,
                           label=f"{label}, {model}")
-    axes[-1].set(xscale="log", yscale="log", title="spread of the log-ratio", xlabel="tokens of the response")
+    axes[-1].set(xscale="log", yscale="log", title="spread of the log-ratio by length",
+                 xlabel="tokens of the response", ylabel="standard deviation")
     axes[-1].set_xticks(LENGTHS, map(str, LENGTHS))
     axes[-1].minorticks_off()
     axes[-1].grid(alpha=0.3)

@@ -116,8 +116,8 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None):
             above, below = (a > 0) & (r > 1 + eps_high), (a < 0) & (r < 1 - eps_low)
             clipped = {"both": above | below, "above": above, "below": below}[side]
             if shuffled:
-                groups = {"all": [advantages == advantages], "sign": [advantages > 0, advantages <= 0]}[shuffled]
-                for rows in (group.nonzero()[:, 0] for group in groups):
+                members = torch.ones_like(advantages) if shuffled == "all" else advantages > 0
+                for rows in (members.nonzero()[:, 0], (members == 0).nonzero()[:, 0]):
                     clipped[rows] = clipped[rows[torch.randperm(len(rows))]]
             coefficient = (ratios[weight].clamp(max=cap or torch.inf) * a).masked_fill(clipped, 0)
         return _loss(_token_mean(coefficient * log_probs, mask), denominator)

@@ -96,9 +96,9 @@ EXPERIMENTS = {
         "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
     "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
                       "6e-4": both(**BEST, learning_rate=6e-4)},
-    "long_run": {"40 rollouts": {f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, max_steps=40)
-                                 for algorithm, eps in ((GSPO, 0.003), (GSPO, 3e-4), (GRPO, 0.1),
-                                                        (GRPO, 0.2))}},
+    "long_run": {"40 rollouts, lower clip range": {
+        f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, max_steps=40)
+        for algorithm, eps in ((GSPO, 0.003), (GSPO, 3e-4), (GRPO, 0.1), (GRPO, 0.2))}},
     "critic": {"": both(**BEST) | {f"PPO, critic, GAE {lam:g}": arm(GRPO, BEST["grpo"], critic=lam)
                                    for lam in (1, 0.95)}},
     "advantages": {"": both(**BEST) | {
@@ -280,7 +280,7 @@ def draw(name, rows, path):
     size = 3 + 4 * len(panels), 1.5 + 0.4 * max(map(len, labels))
     figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=alike, squeeze=False, layout="constrained")
     for axis, (panel, arms) in zip(axes[0], panels.items()):
-        for y, (label, spec) in enumerate(arms.items()):
+        for y, spec in enumerate(arms.values()):
             own = [r for r in rows if r["arm"] == spec]
             for r in own:
                 axis.plot(r["accuracy"], y + 0.15 * (r["cold"] - 1), "o", color=f"C{r['cold']}", alpha=0.7,
