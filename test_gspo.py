@@ -11,6 +11,7 @@ accuracy: any correct implementation passes.
 import ast
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -85,8 +86,10 @@ def check(got, expected, hint, tolerance=1e-5):
     if not isinstance(got, torch.Tensor):
         fail(hint, f"got {got!r}, expected a tensor")
     got, expected = got.detach().double(), torch.as_tensor(expected, dtype=torch.float64)
-    close = got.shape == expected.shape and bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all())
-    if not close:
+    if got.shape != expected.shape:
+        fail(f"a result of shape {tuple(expected.shape)}, not {tuple(got.shape)}", f"got      {got.tolist()}",
+             f"expected {expected.tolist()}")
+    if not bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all()):
         fail(hint, f"got      {got.tolist()}", f"expected {expected.tolist()}")
 
 
@@ -190,12 +193,12 @@ class TestGroupAdvantages:
         got = gspo.group_advantages(torch.tensor([0.0, 2.0]), 2, std_eps=1.0)
         check(got, [-0.41421356, 0.41421356], "std_eps is an argument, added to the standard deviation itself")
 
-    @pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1 / 3, -0.7, 1e6])
     @pytest.mark.parametrize("group_size", [3, 7, 8])
-    def test_is_exactly_zero_in_a_group_of_equal_rewards(self, reward, group_size):
-        rewards = torch.cat([torch.full((group_size,), reward), torch.arange(group_size)])
-        for dtype in (torch.float32, torch.float64):
-            got = gspo.group_advantages(rewards.to(dtype), group_size)[:group_size]
+    def test_is_exactly_zero_in_a_group_of_equal_rewards(self, group_size):
+        rewards = [0.0, 0.1, 0.3, 1 / 3, -0.7, 1e6]
+        for reward, dtype in itertools.product(rewards, (torch.float32, torch.float64)):
+            two_groups = torch.cat([torch.full((group_size,), reward, dtype=dtype), torch.arange(group_size)])
+            got = gspo.group_advantages(two_groups, group_size)[:group_size]
             if not bool((got == 0).all()):
                 fail("equal rewards give exactly 0: a mean that rounds, divided by a tiny deviation, is noise",
                      f"got {got.tolist()}")
@@ -210,13 +213,13 @@ class TestGroupAdvantages:
         check(got, torch.tensor([1.0, -1, -1, 1]) * 0.5 / (1 / 3**0.5 + 1e-4),
               "integer rewards: convert to float32")
 
-    @pytest.mark.parametrize("group_size", [-2, 0, 1, 3, 16])
-    def test_refuses_a_group_size_below_2_or_one_that_does_not_divide(self, group_size):
-        refuses(f"group_size {group_size} for 8 rewards", gspo.group_advantages, torch.rand(8), group_size)
+    def test_refuses_a_group_size_below_2_or_one_that_does_not_divide(self):
+        for group_size in (-2, 0, 1, 3, 16):
+            refuses(f"group_size {group_size}, 8 rewards", gspo.group_advantages, torch.rand(8), group_size)
 
-    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-    def test_refuses_a_reward_that_is_not_finite(self, bad):
-        refuses(f"a reward of {bad}", gspo.group_advantages, torch.tensor([0.0, 1.0, bad, 1.0]), 2)
+    def test_refuses_a_reward_that_is_not_finite(self):
+        for bad in (NAN, INF, -INF):
+            refuses(f"a reward of {bad}", gspo.group_advantages, torch.tensor([0.0, 1.0, bad, 1.0]), 2)
 
 
 # ---- token_log_probs ----------------------------------------------------------------------------------------
@@ -247,11 +250,11 @@ class TestTokenLogProbs:
         check(got, expected, "bfloat16 logits: convert to float32 before the softmax, not after")
 
     def test_survives_large_and_infinite_logits(self):
-        logits = torch.tensor([[[1e4, 0.0, -INF], [-1e4, -1e4, -INF]]])
+        logits = torch.tensor([[[200.0, 0.0, -INF], [-200.0, -200.0, -INF]]])  # float32 exp ends at 88
         got = gspo.token_log_probs(logits, torch.tensor([[0, 1]]))
         check(got, [[0, math.log(0.5)]], "large logits: log_softmax (or logsumexp), never the log of a softmax")
         got = gspo.token_log_probs(logits, torch.tensor([[1, 0]]))
-        check(got, [[-1e4, math.log(0.5)]],
+        check(got, [[-200, math.log(0.5)]],
               "unlikely tokens: log_softmax (or logsumexp), never the log of a softmax")
 
     def test_carries_the_gradient_of_the_logits(self):
@@ -283,6 +286,10 @@ class TestSequenceRatio:
         got = gspo.sequence_ratio(*example(), MASK)[:4]
         check(got, SEQUENCE_RATIOS,
               "Eq. 7: exp of the mean log ratio over the response's own tokens; |y| counts mask, not T")
+
+    def test_of_a_response_without_tokens_is_1(self):
+        got = gspo.sequence_ratio(*example(), MASK)[4:]
+        check(got, [1], "a response without tokens: s = exp(0) = 1, not NaN (0 / 0)")
 
     @pytest.mark.parametrize("padding", [7.0, NAN, -INF, INF])
     def test_does_not_see_the_padding(self, padding):
@@ -337,15 +344,20 @@ class TestSequenceRatio:
 
 
 class TestClippedObjective:
-    # (ratio, advantage, min(r A, clip(r, 0.8, 1.5) A), its derivative by r)
-    TABLE = [(2.0, 1.0, 1.5, 0), (1.2, 1.0, 1.2, 1), (0.5, 1.0, 0.5, 1),
-             (2.0, -1.0, -2.0, -1), (1.2, -1.0, -1.2, -1), (0.5, -1.0, -0.8, 0), (2.0, 0.0, 0.0, 0)]
+    # (ratio, advantage, min(r A, clip(r, 0.8, 1.5) A), its derivative by r, what to look at)
+    TABLE = [(1.2, 1.0, 1.2, 1, "within the range: r A"),
+             (0.5, 1.0, 0.5, 1, "the min of 0.5 and 0.8 (0.8 is the max, or the clip without the min)"),
+             (2.0, 1.0, 1.5, 0, "the clip holds at 1 + eps_high (1.2: the two eps are swapped; 2: no clip)"),
+             (1.2, -1.0, -1.2, -1, "within the range: r A"),
+             (2.0, -1.0, -2.0, -1, "the min of -2 and -1.5 (-1.5 is the max, or the clip without the min)"),
+             (0.5, -1.0, -0.8, 0, "the clip holds at 1 - eps_low (-0.5: no clip on this side)"),
+             (2.0, 0.0, 0.0, 0, "no advantage, no objective")]
 
-    @pytest.mark.parametrize("ratio, advantage, value, slope", TABLE)
-    def test_is_the_smaller_of_the_clipped_and_the_unclipped(self, ratio, advantage, value, slope):
+    @pytest.mark.parametrize("ratio, advantage, value, slope, look_at", TABLE)
+    def test_is_the_smaller_of_the_clipped_and_the_unclipped(self, ratio, advantage, value, slope, look_at):
         r = torch.tensor([ratio], requires_grad=True)
         got = gspo.clipped_objective(r, torch.tensor([advantage]), *RANGE)
-        hint = f"r = {ratio}, A = {advantage}, range 0.8 to 1.5: min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)"
+        hint = f"min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), r = {ratio}, A = {advantage}: {look_at}"
         check(got, [value], hint)
         check(gradient_of(got, r), [slope],
               f"{hint}: its slope is A where the min takes r A, and 0 where the clip holds")
@@ -364,31 +376,80 @@ class TestClippedObjective:
 
 
 class LossContract:
-    """What every loss promises. The subclasses below name the loss and write its equation out by hand."""
+    """What every loss promises, from one response to the batch. The subclasses below name the loss and the
+    objectives of the example's responses, and write its equation out by hand."""
+
+    def one_response(self, i, padding=()):
+        """(new, old, advantage, mask) of the example's response i alone, `padding` behind its tokens."""
+        new, old = (torch.cat([x[i, :LENGTHS[i]], torch.tensor(padding)])[None] for x in example())
+        return new, old, ADVANTAGES[i:i + 1], torch.arange(new.size(1))[None] < LENGTHS[i]
+
+    def test_of_one_response(self):
+        for i in range(4):
+            value, _ = value_and_gradient(self.loss, *self.one_response(i), *RANGE)
+            check(value, -self.objectives[i], f"{self.value_hint} ({self.about(i)})")
+
+    def test_of_one_response_has_the_papers_gradient(self):
+        for i in range(4):
+            new, old, advantages, mask = self.one_response(i)
+            _, gradient = value_and_gradient(self.loss, new, old, advantages, mask, *RANGE)
+            expected = self.by_hand(new, old, advantages[:, None].expand(mask.shape), mask)[1]
+            check(gradient, expected, f"{self.gradient_hint} ({self.about(i)})")
+
+    def about(self, i):
+        return f"one response, token ratios {RATIOS[i][:LENGTHS[i]]}, A = {ADVANTAGES[i]:g}, range 0.8 to 1.5"
+
+    def test_gives_the_old_log_probs_no_gradient(self):
+        new, old = (x.requires_grad_() for x in example())
+        self.loss(new, old, ADVANTAGES, MASK, *RANGE).backward()
+        if old.grad is not None and bool((old.grad != 0).any()):
+            fail("old_log_probs never gets a gradient: detach it", f"got {old.grad.tolist()}")
+
+    def test_does_not_depend_on_the_padded_length(self):
+        for i in range(4):
+            value, _ = value_and_gradient(self.loss, *self.one_response(i, padding=[0.0] * 6), *RANGE)
+            check(value, -self.objectives[i],
+                  "six more columns of padding change nothing: divide by |y| (the mask's sum), not by T")
+
+    @pytest.mark.parametrize("padding", [7.0, NAN, -INF])
+    def test_does_not_see_the_padding(self, padding):
+        value, gradient = value_and_gradient(self.loss, *self.one_response(0, padding=[padding] * 2), *RANGE)
+        hint = f"padding of {padding} must not matter: NaN * 0 is NaN, so fill it, do not multiply"
+        check(value, -self.objectives[0], hint)
+        check(gradient[0, 2:], [0, 0], f"{hint} (the gradient, here)")
 
     def test_of_the_example(self):
-        value, _ = value_and_gradient(self.loss, *example(), ADVANTAGES, MASK, *RANGE)
-        check(value, self.example_loss, self.example_hint)
+        value, _ = value_and_gradient(self.loss, *(x[:4] for x in (*example(), ADVANTAGES, MASK)), *RANGE)
+        check(value, -sum(self.objectives) / 4,
+              "four responses: their mean, each counts alike (not the sum, not the mean over all tokens)")
+
+    def test_counts_a_response_without_tokens_as_0(self):
+        value, gradient = value_and_gradient(self.loss, *example(), ADVANTAGES, MASK, *RANGE)
+        check(value, -sum(self.objectives) / 5,
+              "a response without tokens has value 0 (not s A = A, not NaN), and counts in the mean over 5")
+        check(gradient[4], [0] * 4, "a response without tokens has gradient 0, not NaN")
+        value, gradient = value_and_gradient(self.loss, *example(NAN), ADVANTAGES, torch.zeros(5, 4), *RANGE)
+        check(value, 0, "no response with tokens: the value is 0, not NaN (0 / 0)")
+        check(gradient, torch.zeros(5, 4), "no response with tokens: the gradient is 0, not NaN")
 
     def test_with_unchanged_log_probs_is_minus_the_mean_advantage(self):
         """Every ratio is 1. (1 - 1 - 2 + 3 + 0) / 5 = 1/5: the fifth response has no tokens, and counts in
         the mean."""
         old = example()[1]
         value, gradient = value_and_gradient(self.loss, old, old, ADVANTAGES, MASK)
-        check(value, -1 / 5,
-              "ratios of 1: minus the mean of the advantages over ALL responses, an empty one counting as 0")
+        check(value, -1 / 5, "ratios of 1: minus the mean over responses of the advantages, an empty one's 0")
         expected = [[-a / n / 5 if t < n else 0 for t in range(4)] for a, n in zip(ADVANTAGES.tolist(), LENGTHS)]
         check(gradient, expected,
               "ratios of 1: the gradient is REINFORCE's, -A / |y| / B on each token of a response")
 
     @pytest.mark.parametrize("seed", range(4))
-    @pytest.mark.parametrize("padding", [0.0, NAN, -INF])
-    def test_equals_the_paper_by_hand(self, seed, padding):
-        new, old, advantages, mask = random_batch(seed, padding=padding)
-        value, gradient = value_and_gradient(self.loss, new, old, advantages[:, 0], mask, *RANGE)
-        by_hand = self.by_hand(new, old, advantages[:, :1].expand(mask.shape), mask)
-        check(value, by_hand[0], f"the value is not {self.equation}'s (padding holds {padding})")
-        check(gradient, by_hand[1], f"the gradient is not that of {self.equation} (padding holds {padding})")
+    def test_equals_the_paper_by_hand(self, seed):
+        for padding in (0.0, NAN, -INF):
+            new, old, advantages, mask = random_batch(seed, padding=padding)
+            value, gradient = value_and_gradient(self.loss, new, old, advantages[:, 0], mask, *RANGE)
+            by_hand = self.by_hand(new, old, advantages[:, :1].expand(mask.shape), mask)
+            check(value, by_hand[0], f"{self.value_hint} (12 responses, padding holds {padding})")
+            check(gradient, by_hand[1], f"{self.gradient_hint} (12 responses, padding holds {padding})")
 
     def test_has_its_own_clip_range_by_default(self):
         """Ratios just beyond the default range, on the side where the clip holds, have no gradient; just
@@ -423,25 +484,6 @@ class LossContract:
               "micro-batches with one denominator must add up to the whole batch")
         check(torch.cat([p[1] for p in parts]), gradient,
               "micro-batches with one denominator: so must their gradients")
-
-    def test_does_not_depend_on_the_padded_length(self):
-        new, old = example()
-        wide = [torch.cat([x, torch.full((5, 6), NAN)], dim=1) for x in (new, old)]
-        mask = torch.cat([MASK, torch.zeros(5, 6, dtype=torch.bool)], dim=1)
-        value, _ = value_and_gradient(self.loss, *wide, ADVANTAGES, mask, *RANGE)
-        check(value, self.example_loss,
-              "six more columns of padding change nothing: divide by |y| (the mask's sum), not by T")
-
-    def test_gives_the_old_log_probs_no_gradient(self):
-        new, old = (x.requires_grad_() for x in example())
-        self.loss(new, old, ADVANTAGES, MASK, *RANGE).backward()
-        if old.grad is not None and bool((old.grad != 0).any()):
-            fail("old_log_probs never gets a gradient: detach it", f"got {old.grad.tolist()}")
-
-    def test_is_zero_where_nothing_counts(self):
-        value, gradient = value_and_gradient(self.loss, *example(NAN), ADVANTAGES, torch.zeros(5, 4), *RANGE)
-        check(value, 0, "responses without tokens: the value is 0, not NaN (0 / 0)")
-        check(gradient, torch.zeros(5, 4), "responses without tokens: the gradient is 0, not NaN")
 
     def test_computes_in_float32_at_least(self):
         new, old, advantages, mask = (x[:, :6] for x in random_batch(1, padding=0.0))
@@ -478,9 +520,8 @@ class PerTokenContract(LossContract):
         new, old, advantages, mask = random_batch(seed)
         value, gradient = value_and_gradient(self.loss, new, old, advantages.masked_fill(~mask, NAN), mask, *RANGE)
         by_hand = self.by_hand(new, old, advantages, mask)
-        check(value, by_hand[0], f"(B, T) advantages, NaN in their padding: the value is not {self.equation}'s")
-        check(gradient, by_hand[1],
-              f"(B, T) advantages, NaN in their padding: the gradient is not that of {self.equation}")
+        check(value, by_hand[0], f"{self.value_hint} ((B, T) advantages, NaN in their padding)")
+        check(gradient, by_hand[1], f"{self.gradient_hint} ((B, T) advantages, NaN in their padding)")
 
 
 def log_ratios_of(new, old, mask):
@@ -498,10 +539,11 @@ def is_clipped(ratio, advantage):
 
 
 class TestGspoLoss(LossContract):
-    """s A for the clipped s: 1.5, -0.8, -4, 1.5 and 0, whose sum is -1.8; minus a fifth of it is 0.36."""
+    """s = 2, 1/2, 2, 1/2, clipped where the min says so: 1.5 * 1, 0.8 * -1, 2 * -2, 1/2 * 3."""
     loss = staticmethod(lambda *a, **k: gspo.gspo_loss(*a, **k))
-    default_range, equation = (3e-4, 4e-4), "Eq. 5 (gradient: Eq. 10, every token weighs s A / |y|)"
-    example_loss, example_hint = 0.36, "Eq. 5: minus the mean over responses of min(s A, clip(s) A)"
+    default_range, objectives = (3e-4, 4e-4), [1.5, -0.8, -4, 1.5]
+    value_hint = "Eq. 5, minus min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)"
+    gradient_hint = "gradient: Eq. 10, every token weighs s A / |y|, or nothing where the clip holds"
 
     @staticmethod
     def by_hand(new, old, advantages, mask):
@@ -520,9 +562,10 @@ class TestGspoLoss(LossContract):
 class TestGspoTokenLoss(PerTokenContract):
     """As GSPO's where the advantages are equal within each response."""
     loss = staticmethod(lambda *a, **k: gspo.gspo_token_loss(*a, **k))
-    default_range, equation = (3e-4, 4e-4), "Eq. 13-14 (gradient: Eq. 17, token t weighs s A_t / |y|)"
-    example_loss = 0.36
-    example_hint = "Eq. 13: s_t is worth s_i (Eq. 14: sg[s_i] * pi / sg[pi]); the mean over tokens, then responses"
+    default_range, objectives = TestGspoLoss.default_range, TestGspoLoss.objectives
+    value_hint = "Eq. 13, minus the mean over tokens of min(s_t A_t, clip(s_t) A_t); each s_t is worth s_i"
+    gradient_hint = ("gradient: Eq. 17, token t weighs s_i A_t / |y|; look at Eq. 14's stop-gradients: twice "
+                     "that where s_i is not detached, 0 where the pi above the fraction line is")
 
     @staticmethod
     def by_hand(new, old, advantages, mask):
@@ -539,12 +582,12 @@ class TestGspoTokenLoss(PerTokenContract):
 
     def test_equals_gspo_loss_where_the_advantages_of_a_response_are_equal(self):
         new, old, advantages, mask = random_batch(2)
-        sequence = value_and_gradient(gspo.gspo_loss, new, old, advantages[:, 0], mask, *RANGE)
+        sequence = TestGspoLoss.by_hand(new, old, advantages, mask)
         for a in (advantages[:, 0], advantages[:, :1].expand(mask.shape)):
             value, gradient = value_and_gradient(gspo.gspo_token_loss, new, old, a, mask, *RANGE)
-            check(value, sequence[0].detach(), "equal advantages: GSPO-token's value is GSPO's")
+            check(value, sequence[0], "equal advantages: GSPO-token's value is GSPO's")
             check(gradient, sequence[1],
-                  "equal advantages: GSPO-token's gradient is GSPO's (twice it, if a stop-gradient is missing)")
+                  "equal advantages: GSPO-token's gradient is GSPO's (twice it: a stop-gradient is missing)")
 
     def test_clips_one_sign_of_a_response_and_not_the_other(self):
         """s = 2 in a range up to 1.5: the token of A = 1 is clipped to 1.5, that of A = -1 keeps -2. -(1.5 -
@@ -560,11 +603,11 @@ class TestGspoTokenLoss(PerTokenContract):
 
 class TestGrpoLoss(PerTokenContract):
     """Means over tokens: (1.5 + 1) / 2 = 1.25; (-.8 - 1 - .8 - 1) / 4 = -.9; (-16 - 2 - 2) / 3 = -20/3; (.75
-    + 3) / 2 = 1.875; 0."""
+    + 3) / 2 = 1.875."""
     loss = staticmethod(lambda *a, **k: gspo.grpo_loss(*a, **k))
-    default_range, equation = (0.2, 0.27), "Eq. 2 (gradient: Eq. 12, token t weighs its own w_t A / |y|)"
-    example_loss = -(1.25 - 0.9 - 20 / 3 + 1.875) / 5
-    example_hint = "Eq. 2: each token's own ratio, clipped on its own; mean over a response's tokens, then responses"
+    default_range, objectives = (0.2, 0.27), [1.25, -0.9, -20 / 3, 1.875]
+    value_hint = "Eq. 2, minus the mean over tokens of min(w_t A, clip(w_t) A), each token by its own ratio"
+    gradient_hint = "gradient: Eq. 12, token t weighs its own w_t A / |y|, or nothing where the clip holds"
 
     @staticmethod
     def by_hand(new, old, advantages, mask):
