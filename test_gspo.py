@@ -1,15 +1,34 @@
 r"""The specification of gspo.py and train_math.py, and the grader of a student's gspo.py.
 
-    python -m pytest                                          test both, about a minute on a CPU
-    python test_gspo.py > my_gspo.py                          write the assignment: gspo.py without its bodies
-    GSPO=my_gspo.py python -m pytest -x test_gspo.py          grade it (PowerShell: $env:GSPO="my_gspo.py")
+    python -m pytest                                              test both, about a minute on a CPU
+    python test_gspo.py > my_gspo.py                              the assignment: gspo.py without answers
+    python test_gspo.py gspo_loss > my_gspo.py                    a smaller one: gspo_loss alone is blank
+    GSPO=my_gspo.py python -m pytest -x test_gspo.py              the student's loop
+    GSPO=my_gspo.py python -m pytest -q --tb=no -rN test_gspo.py  the grade: a line a function
+    $env:GSPO="my_gspo.py"                                        so in PowerShell, on a line before
 
-The tests stand in the order of gspo.py's functions, the easy ones first, so `-x` makes them a tutorial. The
-first line of a failure says what to look at, then come the numbers. They test behaviour, in float32's
-accuracy: any correct implementation passes.
+Hand out my_gspo.py and this file, without gspo.py. The whole assignment leaves the private _helpers out: they
+are half of the answer, and students may write their own; a smaller one keeps them. Tests stand in the order of
+gspo.py's functions, the easy ones first, so `-x` makes them a tutorial. The first line of a failure says what
+to look at, then come the numbers. They test behaviour, in float32's accuracy: any correct implementation
+passes.
+
+    arXiv v2         what it says                                     function           tests
+    Eq. 6            (reward - mean) / standard deviation, by group   group_advantages   TestGroupAdvantages
+    -                log softmax(logits / temperature), at the token  token_log_probs    TestTokenLogProbs
+    Eq. 7            s = (pi / pi_old)^(1/|y|), one ratio a response  sequence_ratio     TestSequenceRatio
+    Eq. 1, 2, 5, 13  min(r A, clip(r) A)                              clipped_objective  TestClippedObjective
+    Eq. 5, 10        GSPO and its gradient                            gspo_loss          TestGspoLoss
+    Eq. 13-14, 17    GSPO-token: an advantage for each token          gspo_token_loss    TestGspoTokenLoss
+    Eq. 2, 12        GRPO: a ratio for each token                     grpo_loss          TestGrpoLoss
+    -                the share of tokens that the clip takes out      clip_fraction      TestClipFraction
+
+A mistake counts once: after sequence_ratio or clipped_objective has failed a test, the losses that call it
+are tested with a right one. The grader finds `import gspo`, functions that are word for word those of a
+gspo.py beside it, sys.exit and endless loops; it does not see through a file that is out to deceive it, say
+by patching pytest.
 """
 import ast
-import functools
 import importlib.util
 import itertools
 import json
@@ -18,6 +37,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import traceback
+import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,52 +48,164 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 GRADING = "GSPO" in os.environ
+PATH = Path(os.environ.get("GSPO", HERE / "gspo.py"))
+SECONDS = 60                       # a graded run takes three
 
 
-def load_gspo():
-    path = Path(os.environ.get("GSPO", HERE / "gspo.py"))
-    if not path.is_file():
-        pytest.exit(f"GSPO={path}: no such file", returncode=2)
-    spec = importlib.util.spec_from_file_location("gspo_under_test", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def functions_in(path):
+    """The functions of a file, where there is one: name -> syntax tree."""
+    tree = ast.parse(path.read_bytes() if path.is_file() else "")
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def assignment():
-    """gspo.py with every function's body replaced by `raise NotImplementedError`, its docstring kept."""
-    source = (HERE / "gspo.py").read_text(encoding="utf-8")
-    lines = source.splitlines()
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    for node in sorted(functions, key=lambda node: -node.lineno):
-        lines[node.body[0].end_lineno:node.end_lineno] = ["    raise NotImplementedError"]
+def assignment(names):
+    """gspo.py where `raise NotImplementedError` stands for the bodies of these functions, docstrings kept. No
+    names: of all functions, and the private _helpers are left out."""
+    lines = (HERE / "gspo.py").read_text(encoding="utf-8").splitlines()
+    for name, node in reversed(functions_in(HERE / "gspo.py").items()):
+        if not names and name.startswith("_"):
+            del lines[node.lineno - 1:node.end_lineno + 2]  # and the two blank lines below
+        elif not names or name in names:
+            lines[node.body[0].end_lineno:node.end_lineno] = ["    raise NotImplementedError"]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(assignment())
+    known = [name for name in functions_in(HERE / "gspo.py") if not name.startswith("_")]
+    if unknown := [name for name in sys.argv[1:] if name not in known]:
+        print(f"gspo.py has no function {unknown[0]}: it has {', '.join(known)}", file=sys.stderr)
+        sys.exit(2)
+    print(assignment(sys.argv[1:]))
     sys.exit()
 
-class Written:
-    """The module under test, whose functions that are still to be written say so."""
 
-    def __init__(self, module):
-        self.module = module
+# ---- the grader ---------------------------------------------------------------------------------------------
+
+
+def load(path):
+    """The module in this file; where it does not load, the run ends with one line that says why."""
+    if not path.is_file():
+        pytest.exit(f"GSPO={path}: no such file", returncode=2)
+    module = types.ModuleType(path.stem)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)] or [""]
+        pytest.exit(f"{path.name} does not load: {line[-1]}{type(error).__name__}: {error}", returncode=2)
+    return module
+
+
+class Written:
+    """The functions under test. One that is missing, or still to be written, or calls sys.exit, says so."""
+    functions = {}
 
     def __getattr__(self, name):
-        function = getattr(self.module, name)
-
-        @functools.wraps(function)
         def call(*arguments, **keywords):
+            __tracebackhide__ = True
+            if not callable(self.functions.get(name)):
+                fail(f"{PATH.name} has no function {name}")
             try:
-                return function(*arguments, **keywords)
+                return self.functions[name](*arguments, **keywords)
             except NotImplementedError:
-                pass
-            fail(f"{name} (or a helper that it calls) is still to be written: its docstring says what it does")
+                why = "(or a helper that it calls) is still to be written: its docstring says what it does"
+            except SystemExit:
+                why = "calls sys.exit"
+            fail(f"{name} {why}")
         return call
 
 
-gspo = Written(load_gspo())
+gspo = Written()
+
+
+class Grade:
+    """The plugin of a graded run: counts the tests, lends right functions, prints the grade, ends a hang."""
+
+    def __init__(self, request):
+        self.capture = request.config.pluginmanager.getplugin("capturemanager")
+        self.tests = {item.nodeid: re.sub("(?<=[a-z])(?=[A-Z])", "_", item.cls.__name__[4:]).lower()
+                      for item in request.session.items if item.path == Path(__file__)}  # test -> function
+        self.hints = {}            # test -> first line of its failure, "" if it passed
+        self.lent = set()          # functions that have failed a test, so that a right one stands in for them
+        self.module = None
+        self.timer = threading.Timer(SECONDS, self.give_up)
+        self.timer.daemon = True
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.nodeid in self.tests:
+            message = report.longrepr.reprcrash.message.removeprefix("Failed: ") if report.failed else ""
+            self.hints[report.nodeid] = message.partition("\n")[0]
+            function = self.tests[report.nodeid]
+            if report.failed and function in RIGHT:
+                self.lent.add(function)
+                setattr(self.module, function, RIGHT[function])  # for the file's own calls, not for the tests
+
+    def show(self, write):
+        """Writes a line for each function: tests passed, of all, what to look at; then the total."""
+        own, given, failed = functions_in(PATH), functions_in(HERE / "gspo.py"), []
+        called = {name: {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & own.keys()
+                  for name, tree in own.items()}
+        for function, tests in Counter(self.tests.values()).items():
+            hints = [hint for test, hint in self.hints.items() if self.tests[test] == function]
+            calls, notes = called.get(function, set()), []
+            if len(hints) < tests:
+                notes.append(f"{tests - len(hints)} not run")
+            if hints and calls & self.lent:
+                notes.append(f"tested with a right {' and '.join(sorted(calls & self.lent))}")
+            if "" in hints and function not in own:
+                notes.append("not written in this file")
+            if hints and function in own and function in given:
+                if ast.unparse(own[function]) == ast.unparse(given[function]):
+                    notes.append("word for word as in gspo.py")
+            if any(hints):
+                for earlier in failed:
+                    shared = [name for name in sorted(calls & called[earlier]) if name.startswith("_")]
+                    if shared:
+                        notes.append(f"perhaps {earlier}'s mistake: both call {', '.join(shared)}")
+                        break
+                notes.append(next(filter(None, hints)))
+                failed += [function] if function in own else []
+            write(f"{function:18}{hints.count(''):4} of {tests:3}   {'; '.join(notes)}".rstrip())
+        write(f"{'total':18}{list(self.hints.values()).count(''):4} of {len(self.tests):3}")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # below pytest's own list of failures
+    def pytest_terminal_summary(self, terminalreporter):
+        yield
+        terminalreporter.section(f"grade of {PATH.name}: tests passed, and what to look at first")
+        self.show(terminalreporter.line)
+
+    def give_up(self):
+        """Runs in a thread of its own, as the file's does not come back."""
+        self.capture.suspend_global_capture(in_=True)
+        where = "outside of its functions"
+        if self.module:
+            print()
+            self.show(print)
+            where = os.environ["PYTEST_CURRENT_TEST"].partition("::")[2]
+        print(f"{PATH.name} has not ended after {SECONDS} seconds, an endless loop? ({where})", flush=True)
+        os._exit(2)
+
+    def pytest_enter_pdb(self):
+        self.timer.cancel()        # a debugger may take its time
+
+
+@pytest.fixture(scope="session", autouse=True)
+def under_test(request):
+    """Loads the file under test, and grades it where one is given."""
+    grade = Grade(request)
+    try:
+        if GRADING:
+            sys.modules["gspo"] = None  # from here on, import gspo is an error
+            grade.timer.start()
+        grade.module = load(PATH)
+        gspo.functions = dict(vars(grade.module))
+        if GRADING:
+            request.config.pluginmanager.register(grade)
+        yield
+    finally:
+        grade.timer.cancel()
+
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -620,6 +755,27 @@ class TestGrpoLoss(PerTokenContract):
                 value -= min(w * a, clip(w) * a) / len(tokens) / len(mask)
                 gradient[i, t] = 0 if is_clipped(w, a) else -w * a / len(tokens) / len(mask)
         return value, gradient
+
+
+# ---- what a graded file's losses call in place of its own function once that has failed a test --------------
+
+
+def right_sequence_ratio(log_probs, old_log_probs, mask):
+    """Eq. 7, response by response."""
+    if not log_probs.shape == old_log_probs.shape == mask.shape:
+        raise ValueError(f"shapes do not fit: {log_probs.shape}, {old_log_probs.shape}, {mask.shape}")
+    rows = zip(log_probs.double(), old_log_probs.detach().double(), mask.bool())
+    return torch.stack([((new[m] - old[m]).sum() / max(m.sum(), 1)).exp() for new, old, m in rows])
+
+
+def right_clipped_objective(ratio, advantages, eps_low, eps_high):
+    """The clip holds above where A > 0, below where A < 0."""
+    ratio, advantages = ratio.double(), advantages.double()
+    clipped = torch.where(advantages > 0, ratio.clamp(max=1 + eps_high), ratio.clamp(min=1 - eps_low))
+    return clipped * advantages
+
+
+RIGHT = {"sequence_ratio": right_sequence_ratio, "clipped_objective": right_clipped_objective}
 
 
 # ---- clip_fraction ------------------------------------------------------------------------------------------
@@ -1272,16 +1428,92 @@ class TestCommandLine:
         assert len(tm.read(tmp_path / "out" / "metrics.jsonl")) == 2
         assert tm.last_checkpoint(tmp_path / "out")[1] == 2
 
+
+class TestGrader:
+    """How my_gspo.py is written, loaded and graded."""
+    __test__ = not GRADING
+
+    def command(self, *arguments, **options):
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+
+    def grade(self, folder, text, seconds=60):
+        """Grades this text beside a copy of test_gspo.py, as students do: exit code, output."""
+        (folder / "my_gspo.py").write_text(text, encoding="utf-8")
+        grader = (HERE / "test_gspo.py").read_text(encoding="utf-8")
+        grader = grader.replace("SECONDS = 60", f"SECONDS = {seconds}")
+        (folder / "test_gspo.py").write_text(grader, encoding="utf-8")
+        done = self.command("-m", "pytest", "-q", "--tb=no", "test_gspo.py", cwd=folder,
+                            env={**os.environ, "GSPO": "my_gspo.py"})
+        assert not done.stderr and "INTERNALERROR" not in done.stdout, done.stdout + done.stderr
+        return done.returncode, done.stdout
+
     def test_writes_an_assignment_that_keeps_the_docstrings_and_fails(self, tmp_path):
-        text = subprocess.run([sys.executable, str(HERE / "test_gspo.py")], capture_output=True, text=True,
-                              check=True).stdout
-        functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-        for node in ast.parse((HERE / "gspo.py").read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef):
-                stub = functions[node.name]
-                assert ast.get_docstring(stub) == ast.get_docstring(node) and len(stub.body) == 2
-                assert ast.unparse(stub.args) == ast.unparse(node.args)
-                assert ast.unparse(stub.body[1]) == "raise NotImplementedError"
+        done = self.command(HERE / "test_gspo.py", check=True)
+        (tmp_path / "my_gspo.py").write_text(done.stdout, encoding="utf-8")
+        stubs, given = functions_in(tmp_path / "my_gspo.py"), functions_in(HERE / "gspo.py")
+        assert [*stubs] == [name for name in given if not name.startswith("_")]
+        for name, stub in stubs.items():
+            assert ast.get_docstring(stub) == ast.get_docstring(given[name]) and len(stub.body) == 2
+            assert ast.unparse(stub.args) == ast.unparse(given[name].args)
+            assert ast.unparse(stub.body[1]) == "raise NotImplementedError"
+
+    def test_writes_a_smaller_assignment(self, tmp_path):
+        (tmp_path / "my_gspo.py").write_text(assignment(["sequence_ratio", "gspo_loss"]), encoding="utf-8")
+        stubs, given = functions_in(tmp_path / "my_gspo.py"), functions_in(HERE / "gspo.py")
+        assert [*stubs] == [*given]
+        assert [name for name in stubs if ast.unparse(stubs[name]) != ast.unparse(given[name])] == [
+            "sequence_ratio", "gspo_loss"]
+
+    def test_refuses_to_write_an_assignment_with_a_wrong_name(self):
+        done = self.command(HERE / "test_gspo.py", "gspo_loss", "gpso_loss")
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+        assert "no function gpso_loss" in done.stderr
+
+    def test_counts_each_mistake_once_and_where_it_is(self, tmp_path):
+        text = (HERE / "gspo.py").read_text(encoding="utf-8")
+        (tmp_path / "gspo.py").write_text(text, encoding="utf-8")
+        for right, wrong in (
+                ("_token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()",
+                 "_log_ratio(log_probs, old_log_probs, mask).mean(dim=1).exp()"),
+                ("ratio.clamp(1 - eps_low, 1 + eps_high)", "ratio.clamp(1 - eps_high, 1 + eps_low)"),
+                ("    own = _log_ratio", "    exit()\n    own = _log_ratio"),
+                ("    return _loss(_token_mean(objective", "    return -_loss(_token_mean(objective"),
+                ("def clip_fraction", "def clipped_fraction")):
+            assert right in text
+            text = text.replace(right, wrong)
+        code, printed = self.grade(tmp_path, text)
+        assert code == 1
+        for line in (
+                r"token_log_probs +(\d+) of +\1   word for word as in gspo.py",
+                r"sequence_ratio +[1-9]\d* of +\d+   Eq. 7: .*\|y\| counts mask, not T",
+                r"clipped_objective +[1-9]\d* of +\d+   .*the two eps are swapped.*",
+                r"gspo_loss +(\d+) of +\1   tested with a right clipped_objective and sequence_ratio; word.*",
+                r"gspo_token_loss +0 of +\d+   .*; gspo_token_loss calls sys.exit",
+                r"grpo_loss +[1-9]\d* of .*perhaps sequence_ratio's mistake: both call _log_ratio; Eq. 2.*",
+                r"clip_fraction +0 of +\d+   my_gspo.py has no function clip_fraction"):
+            assert re.search(f"^{line}$", printed, re.MULTILINE), f"{line}\n{printed}"
+
+    @pytest.mark.parametrize("text, where", [
+        ("while True: pass", "outside of its functions"),
+        ("def group_advantages(*a, **k):\n    while True: pass", "TestGroupAdvantages::test_is_the_reward")])
+    def test_ends_an_endless_loop(self, tmp_path, text, where):
+        code, printed = self.grade(tmp_path, text, seconds=1)
+        assert code == 2 and f"my_gspo.py has not ended after 1 seconds, an endless loop? ({where}" in printed
+
+    def test_does_not_load_the_answer(self, tmp_path):
+        (tmp_path / "gspo.py").write_text((HERE / "gspo.py").read_text(encoding="utf-8"), encoding="utf-8")
+        code, printed = self.grade(tmp_path, "from gspo import *")
+        assert code == 2 and "does not load: line 1: ModuleNotFoundError: import of gspo" in printed
+
+    @pytest.mark.parametrize("text, why", [
+        ("def f(:", "SyntaxError: invalid syntax (my_gspo.py, line 1)"),
+        ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
+        ("\ntorch.ones(1)", "line 2: NameError: name 'torch' is not defined")])
+    def test_says_in_one_line_why_a_file_does_not_load(self, tmp_path, text, why):
+        (tmp_path / "my_gspo.py").write_text(text, encoding="utf-8")
+        with pytest.raises(pytest.exit.Exception) as end:
+            load(tmp_path / "my_gspo.py")
+        assert str(end.value) == f"my_gspo.py does not load: {why}"
 
 
 class TestReadme:
