@@ -1,22 +1,46 @@
 r"""The specification of gspo.py and train_math.py, and the grader of a student's gspo.py.
 
-    python -m pytest                                          test both, about a minute on a CPU
-    python test_gspo.py > my_gspo.py                          write the assignment: gspo.py without its bodies
-    GSPO=my_gspo.py python -m pytest -x test_gspo.py          grade it (PowerShell: $env:GSPO="my_gspo.py")
+    python -m pytest                                              test both, about a minute on a CPU
+    python test_gspo.py > my_gspo.py                              the assignment: gspo.py without answers
+    python test_gspo.py gspo_loss > my_gspo.py                    a smaller one: gspo_loss alone is blank
+    GSPO=my_gspo.py python -m pytest -x test_gspo.py              the student's loop
+    GSPO=my_gspo.py python -m pytest -q --tb=no -rN test_gspo.py  the grade: a line a function
+    $env:GSPO="my_gspo.py"                                        so in PowerShell, on a line before
 
-The tests stand in the order of gspo.py's functions, the easy ones first, so `-x` makes them a tutorial. The
-first line of a failure says what to look at, then come the numbers. They test behaviour, in float32's
-accuracy: any correct implementation passes.
+Hand out my_gspo.py and this file, without gspo.py. The whole assignment leaves the private _helpers out: they
+are half of the answer, and students may write their own; a smaller one keeps them. Tests stand in the order of
+gspo.py's functions, the easy ones first, so `-x` makes them a tutorial. The first line of a failure says what
+to look at, then come the numbers. They test behaviour, in float32's accuracy: any correct implementation
+passes.
+
+    arXiv v2         what it says                                     function           tests
+    Eq. 6            (reward - mean) / standard deviation, by group   group_advantages   TestGroupAdvantages
+    -                log softmax(logits / temperature), at the token  token_log_probs    TestTokenLogProbs
+    Eq. 7            s = (pi / pi_old)^(1/|y|), one ratio a response  sequence_ratio     TestSequenceRatio
+    Eq. 1, 2, 5, 13  min(r A, clip(r) A)                              clipped_objective  TestClippedObjective
+    Eq. 5, 10        GSPO and its gradient                            gspo_loss          TestGspoLoss
+    Eq. 13-14, 17    GSPO-token: an advantage for each token          gspo_token_loss    TestGspoTokenLoss
+    Eq. 2, 12        GRPO: a ratio for each token                     grpo_loss          TestGrpoLoss
+    -                the share of tokens that the clip takes out      clip_fraction      TestClipFraction
+
+A mistake counts once: after sequence_ratio or clipped_objective has failed a test, the losses that call it
+are tested with a right one. The grader finds `import gspo`, functions that are word for word those of a
+gspo.py beside it, sys.exit and endless loops; it does not see through a file that is out to deceive it, say
+by patching pytest.
 """
 import ast
-import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import threading
+import traceback
+import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,52 +48,164 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 GRADING = "GSPO" in os.environ
+PATH = Path(os.environ.get("GSPO", HERE / "gspo.py"))
+SECONDS = 60                       # a graded run takes three
 
 
-def load_gspo():
-    path = Path(os.environ.get("GSPO", HERE / "gspo.py"))
-    if not path.is_file():
-        pytest.exit(f"GSPO={path}: no such file", returncode=2)
-    spec = importlib.util.spec_from_file_location("gspo_under_test", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def functions_in(path):
+    """The functions of a file, where there is one: name -> syntax tree."""
+    tree = ast.parse(path.read_bytes() if path.is_file() else "")
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def assignment():
-    """gspo.py with every function's body replaced by `raise NotImplementedError`, its docstring kept."""
-    source = (HERE / "gspo.py").read_text(encoding="utf-8")
-    lines = source.splitlines()
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    for node in sorted(functions, key=lambda node: -node.lineno):
-        lines[node.body[0].end_lineno:node.end_lineno] = ["    raise NotImplementedError"]
+def assignment(names):
+    """gspo.py where `raise NotImplementedError` stands for the bodies of these functions, docstrings kept. No
+    names: of all functions, and the private _helpers are left out."""
+    lines = (HERE / "gspo.py").read_text(encoding="utf-8").splitlines()
+    for name, node in reversed(functions_in(HERE / "gspo.py").items()):
+        if not names and name.startswith("_"):
+            del lines[node.lineno - 1:node.end_lineno + 2]  # and the two blank lines below
+        elif not names or name in names:
+            lines[node.body[0].end_lineno:node.end_lineno] = ["    raise NotImplementedError"]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(assignment())
+    known = [name for name in functions_in(HERE / "gspo.py") if not name.startswith("_")]
+    if unknown := [name for name in sys.argv[1:] if name not in known]:
+        print(f"gspo.py has no function {unknown[0]}: it has {', '.join(known)}", file=sys.stderr)
+        sys.exit(2)
+    print(assignment(sys.argv[1:]))
     sys.exit()
 
-class Written:
-    """The module under test, whose functions that are still to be written say so."""
 
-    def __init__(self, module):
-        self.module = module
+# ---- the grader ---------------------------------------------------------------------------------------------
+
+
+def load(path):
+    """The module in this file; where it does not load, the run ends with one line that says why."""
+    if not path.is_file():
+        pytest.exit(f"GSPO={path}: no such file", returncode=2)
+    module = types.ModuleType(path.stem)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)] or [""]
+        pytest.exit(f"{path.name} does not load: {line[-1]}{type(error).__name__}: {error}", returncode=2)
+    return module
+
+
+class Written:
+    """The functions under test. One that is missing, or still to be written, or calls sys.exit, says so."""
+    functions = {}
 
     def __getattr__(self, name):
-        function = getattr(self.module, name)
-
-        @functools.wraps(function)
         def call(*arguments, **keywords):
+            __tracebackhide__ = True
+            if not callable(self.functions.get(name)):
+                fail(f"{PATH.name} has no function {name}")
             try:
-                return function(*arguments, **keywords)
+                return self.functions[name](*arguments, **keywords)
             except NotImplementedError:
-                pass
-            fail(f"{name} (or a helper that it calls) is still to be written: its docstring says what it does")
+                why = "(or a helper that it calls) is still to be written: its docstring says what it does"
+            except SystemExit:
+                why = "calls sys.exit"
+            fail(f"{name} {why}")
         return call
 
 
-gspo = Written(load_gspo())
+gspo = Written()
+
+
+class Grade:
+    """The plugin of a graded run: counts the tests, lends right functions, prints the grade, ends a hang."""
+
+    def __init__(self, request):
+        self.capture = request.config.pluginmanager.getplugin("capturemanager")
+        self.tests = {item.nodeid: re.sub("(?<=[a-z])(?=[A-Z])", "_", item.cls.__name__[4:]).lower()
+                      for item in request.session.items if item.path == Path(__file__)}  # test -> function
+        self.hints = {}            # test -> first line of its failure, "" if it passed
+        self.lent = set()          # functions that have failed a test, so that a right one stands in for them
+        self.module = None
+        self.timer = threading.Timer(SECONDS, self.give_up)
+        self.timer.daemon = True
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.nodeid in self.tests:
+            message = report.longrepr.reprcrash.message.removeprefix("Failed: ") if report.failed else ""
+            self.hints[report.nodeid] = message.partition("\n")[0]
+            function = self.tests[report.nodeid]
+            if report.failed and function in RIGHT:
+                self.lent.add(function)
+                setattr(self.module, function, RIGHT[function])  # for the file's own calls, not for the tests
+
+    def show(self, write):
+        """Writes a line for each function: tests passed, of all, what to look at; then the total."""
+        own, given, failed = functions_in(PATH), functions_in(HERE / "gspo.py"), []
+        called = {name: {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & own.keys()
+                  for name, tree in own.items()}
+        for function, tests in Counter(self.tests.values()).items():
+            hints = [hint for test, hint in self.hints.items() if self.tests[test] == function]
+            calls, notes = called.get(function, set()), []
+            if len(hints) < tests:
+                notes.append(f"{tests - len(hints)} not run")
+            if hints and calls & self.lent:
+                notes.append(f"tested with a right {' and '.join(sorted(calls & self.lent))}")
+            if "" in hints and function not in own:
+                notes.append("not written in this file")
+            if hints and function in own and function in given:
+                if ast.unparse(own[function]) == ast.unparse(given[function]):
+                    notes.append("word for word as in gspo.py")
+            if any(hints):
+                for earlier in failed:
+                    shared = [name for name in sorted(calls & called[earlier]) if name.startswith("_")]
+                    if shared:
+                        notes.append(f"perhaps {earlier}'s mistake: both call {', '.join(shared)}")
+                        break
+                notes.append(next(filter(None, hints)))
+                failed += [function] if function in own else []
+            write(f"{function:18}{hints.count(''):4} of {tests:3}   {'; '.join(notes)}".rstrip())
+        write(f"{'total':18}{list(self.hints.values()).count(''):4} of {len(self.tests):3}")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # below pytest's own list of failures
+    def pytest_terminal_summary(self, terminalreporter):
+        yield
+        terminalreporter.section(f"grade of {PATH.name}: tests passed, and what to look at first")
+        self.show(terminalreporter.line)
+
+    def give_up(self):
+        """Runs in a thread of its own, as the file's does not come back."""
+        self.capture.suspend_global_capture(in_=True)
+        where = "outside of its functions"
+        if self.module:
+            print()
+            self.show(print)
+            where = os.environ["PYTEST_CURRENT_TEST"].partition("::")[2]
+        print(f"{PATH.name} has not ended after {SECONDS} seconds, an endless loop? ({where})", flush=True)
+        os._exit(2)
+
+    def pytest_enter_pdb(self):
+        self.timer.cancel()        # a debugger may take its time
+
+
+@pytest.fixture(scope="session", autouse=True)
+def under_test(request):
+    """Loads the file under test, and grades it where one is given."""
+    grade = Grade(request)
+    try:
+        if GRADING:
+            sys.modules["gspo"] = None  # from here on, import gspo is an error
+            grade.timer.start()
+        grade.module = load(PATH)
+        gspo.functions = dict(vars(grade.module))
+        if GRADING:
+            request.config.pluginmanager.register(grade)
+        yield
+    finally:
+        grade.timer.cancel()
+
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -85,8 +221,10 @@ def check(got, expected, hint, tolerance=1e-5):
     if not isinstance(got, torch.Tensor):
         fail(hint, f"got {got!r}, expected a tensor")
     got, expected = got.detach().double(), torch.as_tensor(expected, dtype=torch.float64)
-    close = got.shape == expected.shape and bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all())
-    if not close:
+    if got.shape != expected.shape:
+        fail(f"a result of shape {tuple(expected.shape)}, not {tuple(got.shape)}", f"got      {got.tolist()}",
+             f"expected {expected.tolist()}")
+    if not bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all()):
         fail(hint, f"got      {got.tolist()}", f"expected {expected.tolist()}")
 
 
@@ -190,12 +328,12 @@ class TestGroupAdvantages:
         got = gspo.group_advantages(torch.tensor([0.0, 2.0]), 2, std_eps=1.0)
         check(got, [-0.41421356, 0.41421356], "std_eps is an argument, added to the standard deviation itself")
 
-    @pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1 / 3, -0.7, 1e6])
     @pytest.mark.parametrize("group_size", [3, 7, 8])
-    def test_is_exactly_zero_in_a_group_of_equal_rewards(self, reward, group_size):
-        rewards = torch.cat([torch.full((group_size,), reward), torch.arange(group_size)])
-        for dtype in (torch.float32, torch.float64):
-            got = gspo.group_advantages(rewards.to(dtype), group_size)[:group_size]
+    def test_is_exactly_zero_in_a_group_of_equal_rewards(self, group_size):
+        rewards = [0.0, 0.1, 0.3, 1 / 3, -0.7, 1e6]
+        for reward, dtype in itertools.product(rewards, (torch.float32, torch.float64)):
+            two_groups = torch.cat([torch.full((group_size,), reward, dtype=dtype), torch.arange(group_size)])
+            got = gspo.group_advantages(two_groups, group_size)[:group_size]
             if not bool((got == 0).all()):
                 fail("equal rewards give exactly 0: a mean that rounds, divided by a tiny deviation, is noise",
                      f"got {got.tolist()}")
@@ -210,13 +348,13 @@ class TestGroupAdvantages:
         check(got, torch.tensor([1.0, -1, -1, 1]) * 0.5 / (1 / 3**0.5 + 1e-4),
               "integer rewards: convert to float32")
 
-    @pytest.mark.parametrize("group_size", [-2, 0, 1, 3, 16])
-    def test_refuses_a_group_size_below_2_or_one_that_does_not_divide(self, group_size):
-        refuses(f"group_size {group_size} for 8 rewards", gspo.group_advantages, torch.rand(8), group_size)
+    def test_refuses_a_group_size_below_2_or_one_that_does_not_divide(self):
+        for group_size in (-2, 0, 1, 3, 16):
+            refuses(f"group_size {group_size}, 8 rewards", gspo.group_advantages, torch.rand(8), group_size)
 
-    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-    def test_refuses_a_reward_that_is_not_finite(self, bad):
-        refuses(f"a reward of {bad}", gspo.group_advantages, torch.tensor([0.0, 1.0, bad, 1.0]), 2)
+    def test_refuses_a_reward_that_is_not_finite(self):
+        for bad in (NAN, INF, -INF):
+            refuses(f"a reward of {bad}", gspo.group_advantages, torch.tensor([0.0, 1.0, bad, 1.0]), 2)
 
 
 # ---- token_log_probs ----------------------------------------------------------------------------------------
@@ -247,11 +385,11 @@ class TestTokenLogProbs:
         check(got, expected, "bfloat16 logits: convert to float32 before the softmax, not after")
 
     def test_survives_large_and_infinite_logits(self):
-        logits = torch.tensor([[[1e4, 0.0, -INF], [-1e4, -1e4, -INF]]])
+        logits = torch.tensor([[[200.0, 0.0, -INF], [-200.0, -200.0, -INF]]])  # float32 exp ends at 88
         got = gspo.token_log_probs(logits, torch.tensor([[0, 1]]))
         check(got, [[0, math.log(0.5)]], "large logits: log_softmax (or logsumexp), never the log of a softmax")
         got = gspo.token_log_probs(logits, torch.tensor([[1, 0]]))
-        check(got, [[-1e4, math.log(0.5)]],
+        check(got, [[-200, math.log(0.5)]],
               "unlikely tokens: log_softmax (or logsumexp), never the log of a softmax")
 
     def test_carries_the_gradient_of_the_logits(self):
@@ -283,6 +421,10 @@ class TestSequenceRatio:
         got = gspo.sequence_ratio(*example(), MASK)[:4]
         check(got, SEQUENCE_RATIOS,
               "Eq. 7: exp of the mean log ratio over the response's own tokens; |y| counts mask, not T")
+
+    def test_of_a_response_without_tokens_is_1(self):
+        got = gspo.sequence_ratio(*example(), MASK)[4:]
+        check(got, [1], "a response without tokens: s = exp(0) = 1, not NaN (0 / 0)")
 
     @pytest.mark.parametrize("padding", [7.0, NAN, -INF, INF])
     def test_does_not_see_the_padding(self, padding):
@@ -337,15 +479,20 @@ class TestSequenceRatio:
 
 
 class TestClippedObjective:
-    # (ratio, advantage, min(r A, clip(r, 0.8, 1.5) A), its derivative by r)
-    TABLE = [(2.0, 1.0, 1.5, 0), (1.2, 1.0, 1.2, 1), (0.5, 1.0, 0.5, 1),
-             (2.0, -1.0, -2.0, -1), (1.2, -1.0, -1.2, -1), (0.5, -1.0, -0.8, 0), (2.0, 0.0, 0.0, 0)]
+    # (ratio, advantage, min(r A, clip(r, 0.8, 1.5) A), its derivative by r, what to look at)
+    TABLE = [(1.2, 1.0, 1.2, 1, "within the range: r A"),
+             (0.5, 1.0, 0.5, 1, "the min of 0.5 and 0.8 (0.8 is the max, or the clip without the min)"),
+             (2.0, 1.0, 1.5, 0, "the clip holds at 1 + eps_high (1.2: the two eps are swapped; 2: no clip)"),
+             (1.2, -1.0, -1.2, -1, "within the range: r A"),
+             (2.0, -1.0, -2.0, -1, "the min of -2 and -1.5 (-1.5 is the max, or the clip without the min)"),
+             (0.5, -1.0, -0.8, 0, "the clip holds at 1 - eps_low (-0.5: no clip on this side)"),
+             (2.0, 0.0, 0.0, 0, "no advantage, no objective")]
 
-    @pytest.mark.parametrize("ratio, advantage, value, slope", TABLE)
-    def test_is_the_smaller_of_the_clipped_and_the_unclipped(self, ratio, advantage, value, slope):
+    @pytest.mark.parametrize("ratio, advantage, value, slope, look_at", TABLE)
+    def test_is_the_smaller_of_the_clipped_and_the_unclipped(self, ratio, advantage, value, slope, look_at):
         r = torch.tensor([ratio], requires_grad=True)
         got = gspo.clipped_objective(r, torch.tensor([advantage]), *RANGE)
-        hint = f"r = {ratio}, A = {advantage}, range 0.8 to 1.5: min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)"
+        hint = f"min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), r = {ratio}, A = {advantage}: {look_at}"
         check(got, [value], hint)
         check(gradient_of(got, r), [slope],
               f"{hint}: its slope is A where the min takes r A, and 0 where the clip holds")
@@ -364,31 +511,80 @@ class TestClippedObjective:
 
 
 class LossContract:
-    """What every loss promises. The subclasses below name the loss and write its equation out by hand."""
+    """What every loss promises, from one response to the batch. The subclasses below name the loss and the
+    objectives of the example's responses, and write its equation out by hand."""
+
+    def one_response(self, i, padding=()):
+        """(new, old, advantage, mask) of the example's response i alone, `padding` behind its tokens."""
+        new, old = (torch.cat([x[i, :LENGTHS[i]], torch.tensor(padding)])[None] for x in example())
+        return new, old, ADVANTAGES[i:i + 1], torch.arange(new.size(1))[None] < LENGTHS[i]
+
+    def test_of_one_response(self):
+        for i in range(4):
+            value, _ = value_and_gradient(self.loss, *self.one_response(i), *RANGE)
+            check(value, -self.objectives[i], f"{self.value_hint} ({self.about(i)})")
+
+    def test_of_one_response_has_the_papers_gradient(self):
+        for i in range(4):
+            new, old, advantages, mask = self.one_response(i)
+            _, gradient = value_and_gradient(self.loss, new, old, advantages, mask, *RANGE)
+            expected = self.by_hand(new, old, advantages[:, None].expand(mask.shape), mask)[1]
+            check(gradient, expected, f"{self.gradient_hint} ({self.about(i)})")
+
+    def about(self, i):
+        return f"one response, token ratios {RATIOS[i][:LENGTHS[i]]}, A = {ADVANTAGES[i]:g}, range 0.8 to 1.5"
+
+    def test_gives_the_old_log_probs_no_gradient(self):
+        new, old = (x.requires_grad_() for x in example())
+        self.loss(new, old, ADVANTAGES, MASK, *RANGE).backward()
+        if old.grad is not None and bool((old.grad != 0).any()):
+            fail("old_log_probs never gets a gradient: detach it", f"got {old.grad.tolist()}")
+
+    def test_does_not_depend_on_the_padded_length(self):
+        for i in range(4):
+            value, _ = value_and_gradient(self.loss, *self.one_response(i, padding=[0.0] * 6), *RANGE)
+            check(value, -self.objectives[i],
+                  "six more columns of padding change nothing: divide by |y| (the mask's sum), not by T")
+
+    @pytest.mark.parametrize("padding", [7.0, NAN, -INF])
+    def test_does_not_see_the_padding(self, padding):
+        value, gradient = value_and_gradient(self.loss, *self.one_response(0, padding=[padding] * 2), *RANGE)
+        hint = f"padding of {padding} must not matter: NaN * 0 is NaN, so fill it, do not multiply"
+        check(value, -self.objectives[0], hint)
+        check(gradient[0, 2:], [0, 0], f"{hint} (the gradient, here)")
 
     def test_of_the_example(self):
-        value, _ = value_and_gradient(self.loss, *example(), ADVANTAGES, MASK, *RANGE)
-        check(value, self.example_loss, self.example_hint)
+        value, _ = value_and_gradient(self.loss, *(x[:4] for x in (*example(), ADVANTAGES, MASK)), *RANGE)
+        check(value, -sum(self.objectives) / 4,
+              "four responses: their mean, each counts alike (not the sum, not the mean over all tokens)")
+
+    def test_counts_a_response_without_tokens_as_0(self):
+        value, gradient = value_and_gradient(self.loss, *example(), ADVANTAGES, MASK, *RANGE)
+        check(value, -sum(self.objectives) / 5,
+              "a response without tokens has value 0 (not s A = A, not NaN), and counts in the mean over 5")
+        check(gradient[4], [0] * 4, "a response without tokens has gradient 0, not NaN")
+        value, gradient = value_and_gradient(self.loss, *example(NAN), ADVANTAGES, torch.zeros(5, 4), *RANGE)
+        check(value, 0, "no response with tokens: the value is 0, not NaN (0 / 0)")
+        check(gradient, torch.zeros(5, 4), "no response with tokens: the gradient is 0, not NaN")
 
     def test_with_unchanged_log_probs_is_minus_the_mean_advantage(self):
         """Every ratio is 1. (1 - 1 - 2 + 3 + 0) / 5 = 1/5: the fifth response has no tokens, and counts in
         the mean."""
         old = example()[1]
         value, gradient = value_and_gradient(self.loss, old, old, ADVANTAGES, MASK)
-        check(value, -1 / 5,
-              "ratios of 1: minus the mean of the advantages over ALL responses, an empty one counting as 0")
+        check(value, -1 / 5, "ratios of 1: minus the mean over responses of the advantages, an empty one's 0")
         expected = [[-a / n / 5 if t < n else 0 for t in range(4)] for a, n in zip(ADVANTAGES.tolist(), LENGTHS)]
         check(gradient, expected,
               "ratios of 1: the gradient is REINFORCE's, -A / |y| / B on each token of a response")
 
     @pytest.mark.parametrize("seed", range(4))
-    @pytest.mark.parametrize("padding", [0.0, NAN, -INF])
-    def test_equals_the_paper_by_hand(self, seed, padding):
-        new, old, advantages, mask = random_batch(seed, padding=padding)
-        value, gradient = value_and_gradient(self.loss, new, old, advantages[:, 0], mask, *RANGE)
-        by_hand = self.by_hand(new, old, advantages[:, :1].expand(mask.shape), mask)
-        check(value, by_hand[0], f"the value is not {self.equation}'s (padding holds {padding})")
-        check(gradient, by_hand[1], f"the gradient is not that of {self.equation} (padding holds {padding})")
+    def test_equals_the_paper_by_hand(self, seed):
+        for padding in (0.0, NAN, -INF):
+            new, old, advantages, mask = random_batch(seed, padding=padding)
+            value, gradient = value_and_gradient(self.loss, new, old, advantages[:, 0], mask, *RANGE)
+            by_hand = self.by_hand(new, old, advantages[:, :1].expand(mask.shape), mask)
+            check(value, by_hand[0], f"{self.value_hint} (12 responses, padding holds {padding})")
+            check(gradient, by_hand[1], f"{self.gradient_hint} (12 responses, padding holds {padding})")
 
     def test_has_its_own_clip_range_by_default(self):
         """Ratios just beyond the default range, on the side where the clip holds, have no gradient; just
@@ -423,25 +619,6 @@ class LossContract:
               "micro-batches with one denominator must add up to the whole batch")
         check(torch.cat([p[1] for p in parts]), gradient,
               "micro-batches with one denominator: so must their gradients")
-
-    def test_does_not_depend_on_the_padded_length(self):
-        new, old = example()
-        wide = [torch.cat([x, torch.full((5, 6), NAN)], dim=1) for x in (new, old)]
-        mask = torch.cat([MASK, torch.zeros(5, 6, dtype=torch.bool)], dim=1)
-        value, _ = value_and_gradient(self.loss, *wide, ADVANTAGES, mask, *RANGE)
-        check(value, self.example_loss,
-              "six more columns of padding change nothing: divide by |y| (the mask's sum), not by T")
-
-    def test_gives_the_old_log_probs_no_gradient(self):
-        new, old = (x.requires_grad_() for x in example())
-        self.loss(new, old, ADVANTAGES, MASK, *RANGE).backward()
-        if old.grad is not None and bool((old.grad != 0).any()):
-            fail("old_log_probs never gets a gradient: detach it", f"got {old.grad.tolist()}")
-
-    def test_is_zero_where_nothing_counts(self):
-        value, gradient = value_and_gradient(self.loss, *example(NAN), ADVANTAGES, torch.zeros(5, 4), *RANGE)
-        check(value, 0, "responses without tokens: the value is 0, not NaN (0 / 0)")
-        check(gradient, torch.zeros(5, 4), "responses without tokens: the gradient is 0, not NaN")
 
     def test_computes_in_float32_at_least(self):
         new, old, advantages, mask = (x[:, :6] for x in random_batch(1, padding=0.0))
@@ -478,9 +655,8 @@ class PerTokenContract(LossContract):
         new, old, advantages, mask = random_batch(seed)
         value, gradient = value_and_gradient(self.loss, new, old, advantages.masked_fill(~mask, NAN), mask, *RANGE)
         by_hand = self.by_hand(new, old, advantages, mask)
-        check(value, by_hand[0], f"(B, T) advantages, NaN in their padding: the value is not {self.equation}'s")
-        check(gradient, by_hand[1],
-              f"(B, T) advantages, NaN in their padding: the gradient is not that of {self.equation}")
+        check(value, by_hand[0], f"{self.value_hint} ((B, T) advantages, NaN in their padding)")
+        check(gradient, by_hand[1], f"{self.gradient_hint} ((B, T) advantages, NaN in their padding)")
 
 
 def log_ratios_of(new, old, mask):
@@ -498,10 +674,11 @@ def is_clipped(ratio, advantage):
 
 
 class TestGspoLoss(LossContract):
-    """s A for the clipped s: 1.5, -0.8, -4, 1.5 and 0, whose sum is -1.8; minus a fifth of it is 0.36."""
+    """s = 2, 1/2, 2, 1/2, clipped where the min says so: 1.5 * 1, 0.8 * -1, 2 * -2, 1/2 * 3."""
     loss = staticmethod(lambda *a, **k: gspo.gspo_loss(*a, **k))
-    default_range, equation = (3e-4, 4e-4), "Eq. 5 (gradient: Eq. 10, every token weighs s A / |y|)"
-    example_loss, example_hint = 0.36, "Eq. 5: minus the mean over responses of min(s A, clip(s) A)"
+    default_range, objectives = (3e-4, 4e-4), [1.5, -0.8, -4, 1.5]
+    value_hint = "Eq. 5, minus min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)"
+    gradient_hint = "gradient: Eq. 10, every token weighs s A / |y|, or nothing where the clip holds"
 
     @staticmethod
     def by_hand(new, old, advantages, mask):
@@ -520,9 +697,10 @@ class TestGspoLoss(LossContract):
 class TestGspoTokenLoss(PerTokenContract):
     """As GSPO's where the advantages are equal within each response."""
     loss = staticmethod(lambda *a, **k: gspo.gspo_token_loss(*a, **k))
-    default_range, equation = (3e-4, 4e-4), "Eq. 13-14 (gradient: Eq. 17, token t weighs s A_t / |y|)"
-    example_loss = 0.36
-    example_hint = "Eq. 13: s_t is worth s_i (Eq. 14: sg[s_i] * pi / sg[pi]); the mean over tokens, then responses"
+    default_range, objectives = TestGspoLoss.default_range, TestGspoLoss.objectives
+    value_hint = "Eq. 13, minus the mean over tokens of min(s_t A_t, clip(s_t) A_t); each s_t is worth s_i"
+    gradient_hint = ("gradient: Eq. 17, token t weighs s_i A_t / |y|; look at Eq. 14's stop-gradients: twice "
+                     "that where s_i is not detached, 0 where the pi above the fraction line is")
 
     @staticmethod
     def by_hand(new, old, advantages, mask):
@@ -539,12 +717,12 @@ class TestGspoTokenLoss(PerTokenContract):
 
     def test_equals_gspo_loss_where_the_advantages_of_a_response_are_equal(self):
         new, old, advantages, mask = random_batch(2)
-        sequence = value_and_gradient(gspo.gspo_loss, new, old, advantages[:, 0], mask, *RANGE)
+        sequence = TestGspoLoss.by_hand(new, old, advantages, mask)
         for a in (advantages[:, 0], advantages[:, :1].expand(mask.shape)):
             value, gradient = value_and_gradient(gspo.gspo_token_loss, new, old, a, mask, *RANGE)
-            check(value, sequence[0].detach(), "equal advantages: GSPO-token's value is GSPO's")
+            check(value, sequence[0], "equal advantages: GSPO-token's value is GSPO's")
             check(gradient, sequence[1],
-                  "equal advantages: GSPO-token's gradient is GSPO's (twice it, if a stop-gradient is missing)")
+                  "equal advantages: GSPO-token's gradient is GSPO's (twice it: a stop-gradient is missing)")
 
     def test_clips_one_sign_of_a_response_and_not_the_other(self):
         """s = 2 in a range up to 1.5: the token of A = 1 is clipped to 1.5, that of A = -1 keeps -2. -(1.5 -
@@ -560,11 +738,11 @@ class TestGspoTokenLoss(PerTokenContract):
 
 class TestGrpoLoss(PerTokenContract):
     """Means over tokens: (1.5 + 1) / 2 = 1.25; (-.8 - 1 - .8 - 1) / 4 = -.9; (-16 - 2 - 2) / 3 = -20/3; (.75
-    + 3) / 2 = 1.875; 0."""
+    + 3) / 2 = 1.875."""
     loss = staticmethod(lambda *a, **k: gspo.grpo_loss(*a, **k))
-    default_range, equation = (0.2, 0.27), "Eq. 2 (gradient: Eq. 12, token t weighs its own w_t A / |y|)"
-    example_loss = -(1.25 - 0.9 - 20 / 3 + 1.875) / 5
-    example_hint = "Eq. 2: each token's own ratio, clipped on its own; mean over a response's tokens, then responses"
+    default_range, objectives = (0.2, 0.27), [1.25, -0.9, -20 / 3, 1.875]
+    value_hint = "Eq. 2, minus the mean over tokens of min(w_t A, clip(w_t) A), each token by its own ratio"
+    gradient_hint = "gradient: Eq. 12, token t weighs its own w_t A / |y|, or nothing where the clip holds"
 
     @staticmethod
     def by_hand(new, old, advantages, mask):
@@ -577,6 +755,27 @@ class TestGrpoLoss(PerTokenContract):
                 value -= min(w * a, clip(w) * a) / len(tokens) / len(mask)
                 gradient[i, t] = 0 if is_clipped(w, a) else -w * a / len(tokens) / len(mask)
         return value, gradient
+
+
+# ---- what a graded file's losses call in place of its own function once that has failed a test --------------
+
+
+def right_sequence_ratio(log_probs, old_log_probs, mask):
+    """Eq. 7, response by response."""
+    if not log_probs.shape == old_log_probs.shape == mask.shape:
+        raise ValueError(f"shapes do not fit: {log_probs.shape}, {old_log_probs.shape}, {mask.shape}")
+    rows = zip(log_probs.double(), old_log_probs.detach().double(), mask.bool())
+    return torch.stack([((new[m] - old[m]).sum() / max(m.sum(), 1)).exp() for new, old, m in rows])
+
+
+def right_clipped_objective(ratio, advantages, eps_low, eps_high):
+    """The clip holds above where A > 0, below where A < 0."""
+    ratio, advantages = ratio.double(), advantages.double()
+    clipped = torch.where(advantages > 0, ratio.clamp(max=1 + eps_high), ratio.clamp(min=1 - eps_low))
+    return clipped * advantages
+
+
+RIGHT = {"sequence_ratio": right_sequence_ratio, "clipped_objective": right_clipped_objective}
 
 
 # ---- clip_fraction ------------------------------------------------------------------------------------------
@@ -1229,16 +1428,92 @@ class TestCommandLine:
         assert len(tm.read(tmp_path / "out" / "metrics.jsonl")) == 2
         assert tm.last_checkpoint(tmp_path / "out")[1] == 2
 
+
+class TestGrader:
+    """How my_gspo.py is written, loaded and graded."""
+    __test__ = not GRADING
+
+    def command(self, *arguments, **options):
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+
+    def grade(self, folder, text, seconds=60):
+        """Grades this text beside a copy of test_gspo.py, as students do: exit code, output."""
+        (folder / "my_gspo.py").write_text(text, encoding="utf-8")
+        grader = (HERE / "test_gspo.py").read_text(encoding="utf-8")
+        grader = grader.replace("SECONDS = 60", f"SECONDS = {seconds}")
+        (folder / "test_gspo.py").write_text(grader, encoding="utf-8")
+        done = self.command("-m", "pytest", "-q", "--tb=no", "test_gspo.py", cwd=folder,
+                            env={**os.environ, "GSPO": "my_gspo.py"})
+        assert not done.stderr and "INTERNALERROR" not in done.stdout, done.stdout + done.stderr
+        return done.returncode, done.stdout
+
     def test_writes_an_assignment_that_keeps_the_docstrings_and_fails(self, tmp_path):
-        text = subprocess.run([sys.executable, str(HERE / "test_gspo.py")], capture_output=True, text=True,
-                              check=True).stdout
-        functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-        for node in ast.parse((HERE / "gspo.py").read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef):
-                stub = functions[node.name]
-                assert ast.get_docstring(stub) == ast.get_docstring(node) and len(stub.body) == 2
-                assert ast.unparse(stub.args) == ast.unparse(node.args)
-                assert ast.unparse(stub.body[1]) == "raise NotImplementedError"
+        done = self.command(HERE / "test_gspo.py", check=True)
+        (tmp_path / "my_gspo.py").write_text(done.stdout, encoding="utf-8")
+        stubs, given = functions_in(tmp_path / "my_gspo.py"), functions_in(HERE / "gspo.py")
+        assert [*stubs] == [name for name in given if not name.startswith("_")]
+        for name, stub in stubs.items():
+            assert ast.get_docstring(stub) == ast.get_docstring(given[name]) and len(stub.body) == 2
+            assert ast.unparse(stub.args) == ast.unparse(given[name].args)
+            assert ast.unparse(stub.body[1]) == "raise NotImplementedError"
+
+    def test_writes_a_smaller_assignment(self, tmp_path):
+        (tmp_path / "my_gspo.py").write_text(assignment(["sequence_ratio", "gspo_loss"]), encoding="utf-8")
+        stubs, given = functions_in(tmp_path / "my_gspo.py"), functions_in(HERE / "gspo.py")
+        assert [*stubs] == [*given]
+        assert [name for name in stubs if ast.unparse(stubs[name]) != ast.unparse(given[name])] == [
+            "sequence_ratio", "gspo_loss"]
+
+    def test_refuses_to_write_an_assignment_with_a_wrong_name(self):
+        done = self.command(HERE / "test_gspo.py", "gspo_loss", "gpso_loss")
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+        assert "no function gpso_loss" in done.stderr
+
+    def test_counts_each_mistake_once_and_where_it_is(self, tmp_path):
+        text = (HERE / "gspo.py").read_text(encoding="utf-8")
+        (tmp_path / "gspo.py").write_text(text, encoding="utf-8")
+        for right, wrong in (
+                ("_token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()",
+                 "_log_ratio(log_probs, old_log_probs, mask).mean(dim=1).exp()"),
+                ("ratio.clamp(1 - eps_low, 1 + eps_high)", "ratio.clamp(1 - eps_high, 1 + eps_low)"),
+                ("    own = _log_ratio", "    exit()\n    own = _log_ratio"),
+                ("    return _loss(_token_mean(objective", "    return -_loss(_token_mean(objective"),
+                ("def clip_fraction", "def clipped_fraction")):
+            assert right in text
+            text = text.replace(right, wrong)
+        code, printed = self.grade(tmp_path, text)
+        assert code == 1
+        for line in (
+                r"token_log_probs +(\d+) of +\1   word for word as in gspo.py",
+                r"sequence_ratio +[1-9]\d* of +\d+   Eq. 7: .*\|y\| counts mask, not T",
+                r"clipped_objective +[1-9]\d* of +\d+   .*the two eps are swapped.*",
+                r"gspo_loss +(\d+) of +\1   tested with a right clipped_objective and sequence_ratio; word.*",
+                r"gspo_token_loss +0 of +\d+   .*; gspo_token_loss calls sys.exit",
+                r"grpo_loss +[1-9]\d* of .*perhaps sequence_ratio's mistake: both call _log_ratio; Eq. 2.*",
+                r"clip_fraction +0 of +\d+   my_gspo.py has no function clip_fraction"):
+            assert re.search(f"^{line}$", printed, re.MULTILINE), f"{line}\n{printed}"
+
+    @pytest.mark.parametrize("text, where", [
+        ("while True: pass", "outside of its functions"),
+        ("def group_advantages(*a, **k):\n    while True: pass", "TestGroupAdvantages::test_is_the_reward")])
+    def test_ends_an_endless_loop(self, tmp_path, text, where):
+        code, printed = self.grade(tmp_path, text, seconds=1)
+        assert code == 2 and f"my_gspo.py has not ended after 1 seconds, an endless loop? ({where}" in printed
+
+    def test_does_not_load_the_answer(self, tmp_path):
+        (tmp_path / "gspo.py").write_text((HERE / "gspo.py").read_text(encoding="utf-8"), encoding="utf-8")
+        code, printed = self.grade(tmp_path, "from gspo import *")
+        assert code == 2 and "does not load: line 1: ModuleNotFoundError: import of gspo" in printed
+
+    @pytest.mark.parametrize("text, why", [
+        ("def f(:", "SyntaxError: invalid syntax (my_gspo.py, line 1)"),
+        ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
+        ("\ntorch.ones(1)", "line 2: NameError: name 'torch' is not defined")])
+    def test_says_in_one_line_why_a_file_does_not_load(self, tmp_path, text, why):
+        (tmp_path / "my_gspo.py").write_text(text, encoding="utf-8")
+        with pytest.raises(pytest.exit.Exception) as end:
+            load(tmp_path / "my_gspo.py")
+        assert str(end.value) == f"my_gspo.py does not load: {why}"
 
 
 class TestReadme:
