@@ -1519,10 +1519,11 @@ class TestGrader:
 class TestReadme:
     __test__ = not GRADING
 
-    def test_blocks_print_what_they_say(self, tmp_path):
+    @pytest.mark.parametrize("page", ["README.md", "experiments/README.md"])
+    def test_blocks_print_what_they_say(self, page):
         """Each ```python block runs beside gspo.py, unless it is for an engine that is not installed, and prints
         the ```text block that follows it, if one does."""
-        readme = (HERE / "README.md").read_text(encoding="utf-8")
+        readme = (HERE / page).read_text(encoding="utf-8")
         blocks = re.findall(r"```python\n(.*?)```\n(?:\s*```text\n(.*?)```)?", readme, re.DOTALL)
         assert blocks
         for code, output in blocks:

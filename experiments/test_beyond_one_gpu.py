@@ -1,5 +1,5 @@
-"""gspo_loss beyond one process: DDP and FSDP2 in plain torch, TRL's and verl's trainers. The code blocks are the
-README's own, read from there; what needs a package that is not installed is skipped.
+"""gspo_loss beyond one process: DDP and FSDP2 in plain torch, TRL's and verl's trainers. The code blocks are those of
+experiments/README.md, read from there; what needs a package that is not installed is skipped.
 
     python -m pytest experiments/test_beyond_one_gpu.py
     pip install trl==1.16.0, and for verl see .ci/run     # in a venv of its own: then nothing is skipped
@@ -103,14 +103,16 @@ def test_two_processes_give_the_gradient_of_one(folder, kind, rule, rank):
 
 
 def readme_block(containing):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = [block for block in blocks if containing in block]
+    """A ```python block of experiments/README.md, or a ```py block, which is one that test_gspo.py's TestReadme does not
+    run, as it needs the network."""
+    readme = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```py(?:thon)?\n(.*?)```", readme, re.DOTALL) if containing in block]
     return block
 
 
-def run_block(containing):
-    """The names that a README block defines when it is run as a file beside gspo.py."""
-    names = {"__name__": "pasted"}
+def run_block(containing, **names):
+    """The names that a README block defines when it is run as a file beside gspo.py, after others that gave `names`."""
+    names = {"__name__": "pasted"} | names
     exec(compile(readme_block(containing), f"README block with {containing}", "exec"), names)
     return names
 
@@ -202,6 +204,37 @@ def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, masked
     assert (max(s["clipped"] for s in seen) > 0) == (max(s["ours"] for s in seen) > 0) != on_policy
     assert max(s["loss"] for s in seen) < 1e-6
     assert max(s["gradient"] for s in seen) < 5e-6
+
+
+def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
+    """Both, one after the other, as one file; but for a tiny model, published in bfloat16, made-up questions, and a
+    few short steps."""
+    pytest.importorskip("trl")
+    import datasets
+    import transformers
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for part in (tiny_qwen3().bfloat16(), tokenizer):
+        part.save_pretrained(tmp_path)
+    load, asked = transformers.AutoModelForCausalLM.from_pretrained, []
+    rows = datasets.Dataset.from_list([{"question": f"How many are {i}?", "answer": "#### 7"} for i in range(32)])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: asked.append((*name, split)) or rows)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained",
+                        lambda name, **how: asked.append(name) or load(tmp_path, **how))
+    names = run_block("class GSPOTrainer")
+    for name, value in {"output_dir": str(tmp_path / "runs"), "use_cpu": True, "save_strategy": "no", "max_steps": 16,
+                        "max_completion_length": 8, "learning_rate": 1e-3, "logging_steps": 1}.items():
+        setattr(names["config"], name, value)
+    trainer = run_block("trainer.train()", **names)["trainer"]
+    assert asked == [("openai/gsm8k", "main", "train"), "Qwen/Qwen2.5-0.5B-Instruct"]
+    assert type(trainer).__name__ == "GSPOTrainer" and trainer.state.global_step == 16
+    rewards, clipped = ([row[name] for row in trainer.state.log_history if name in row] for name in
+                        ("rewards/correctness_reward/mean", "clip_fraction"))
+    assert len(rewards) == 4 and 0 < max(rewards) <= 1, "one rollout in four steps, and correctness_reward is paid"
+    assert max(clipped[::4]) == 0 < max(clipped), "only from its second step on have ratios left 1"
+    before = load(tmp_path, dtype=torch.float32).state_dict()
+    moved = [(p.detach() - before[name]).abs().max() for name, p in trainer.model.named_parameters()]
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters()) and min(moved) > 0
 
 
 @pytest.mark.parametrize("name", ["beta", "aux_loss_enabled", "_entropy_bonus_enabled", "importance_sampling_ratio"])
