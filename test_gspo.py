@@ -1533,3 +1533,22 @@ class TestReadme:
             done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
             assert done.returncode == 0, f"{code}\n{done.stderr}"
             assert done.stdout.strip() == output.strip(), code
+
+    def test_six_lines_are_gspo_loss(self):
+        """README's gspo on a batch without padding's NaN and without empty responses: one value, one gradient."""
+        code = re.search(r"```python\n(.*?def gspo\(.*?)```", (HERE / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        names = {}
+        exec(code[1], names)
+        new, old, _, mask = random_batch(rows=40, padding=0.0)
+        new, old, mask = (x[mask.any(dim=1)][:32] for x in (new, old, mask))
+        rewards = torch.rand(32, generator=torch.Generator().manual_seed(0))
+        advantages = gspo.group_advantages(rewards, 8)
+        expected = value_and_gradient(gspo.gspo_loss, new, old, advantages, mask, *RANGE)
+        got = value_and_gradient(lambda n, o, r, m: names["gspo"](n, o, r, m, 8, *RANGE), new, old, rewards, mask)
+        check(got[0], expected[0].detach(), "README's six lines and gspo_loss have one value")
+        check(got[1], expected[1], "README's six lines and gspo_loss have one gradient")
+
+    def test_pencil_rows_are_the_example_s(self):
+        printed = subprocess.run([sys.executable, str(HERE / "gspo.py")], capture_output=True, text=True).stdout
+        table = re.search(r"```text\n(advantage .*?)```", (HERE / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        assert set(table[1].splitlines()) <= set(printed.splitlines())

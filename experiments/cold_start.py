@@ -135,7 +135,7 @@ def tiny_world(seed, root="runs"):
 # ---- a real model -------------------------------------------------------------------------------------------
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, required=True, help="supervised batches")
     parser.add_argument("--model", default=train_math.Settings.model, help="hub id or folder")
@@ -145,7 +145,7 @@ def main():
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    a = parser.parse_args()
+    a = parser.parse_args(argv)
     if min(a.steps, a.batch_size, a.learning_rate) <= 0:
         parser.error("--steps, --batch_size and --learning_rate must be above 0")
     if a.output_dir.exists():
