@@ -435,7 +435,7 @@ def save(s, rows, model, tokenizer, optimizer):
     output = Path(s.output_dir)
     model.save_pretrained(output / "model")
     tokenizer.save_pretrained(output / "model")
-    draw({s.algorithm: rows}, output / "metrics.png")
+    draw({s.algorithm: rows}, output / "metrics.png", None if s.algorithm == "grpo" else s.eps_high)
     state = {"rows": rows, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, output / "partial")
     os.replace(output / "partial", output / "state.pt")  # a kill leaves the old one or the new one, whole
