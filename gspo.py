@@ -100,8 +100,8 @@ def clipped_objective(ratio, advantages, eps_low, eps_high):
     r"""min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), to be maximised: the one line that PPO (Eq. 1), GRPO
     (Eq. 2), GSPO (Eq. 5) and GSPO-token (Eq. 13) share.
 
-    Elementwise: ratio and advantages of one shape, or (B, 1) beside (B, T), or one advantage for all. Where the
-    clip holds, the gradient is 0. ValueError: other shapes (a (B,) is never silently laid along T)."""
+    Elementwise: ratio and advantages of one shape, or 1 where the other has more, as (B, 1) beside (B, T), or one
+    advantage for all. Where the clip holds, the gradient is 0. ValueError: others (a (B,) is never laid along T)."""
     fits = all(m == n or 1 in (m, n) for m, n in zip(ratio.shape, advantages.shape))
     _require(fits and advantages.dim() in (0, ratio.dim()), ratio=ratio, advantages=advantages)
     ratio, advantages = _float(ratio), _float(advantages)

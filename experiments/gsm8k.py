@@ -1,15 +1,14 @@
-"""The main job on real weights and the real GSM8K, on a CPU: a cold start, GSPO, and controls beside it.
+"""Real weights on the real GSM8K's short questions, on a CPU: a cold start, GSPO, and controls beside it.
 
     python experiments/gsm8k.py --gsm8k FOLDER --model FOLDER_OR_HUB_ID                      # Qwen: some hours
-    python experiments/gsm8k.py --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2     # half an hour
+    python experiments/gsm8k.py --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2     # some hours, too
 
 --gsm8k holds train.jsonl and test.jsonl; of their questions those of one or two steps and under 220 characters are
 kept. Parts, which --parts picks, and of which none is done twice (RL goes on where it was stopped):
 cold: supervised batches on the dataset's solutions; gspo, grpo: RL from there, on the same questions in the same
-order; sft: as many supervised batches more as take GSPO's time, to tell RL from mere training on; evaluate: each
-model on all held-out questions, greedy and sampled. Everything is written to --output_dir; `report` (always done)
-writes table.md, answers.md and the picture from what is there, of results/gsm8k/PRESET if --results says so.
-"""
+order; sft: --sft_steps supervised batches more, to tell RL from mere training on; evaluate: each model on all
+held-out questions, greedy and sampled. All is written to --output_dir; at the end come table.md, answers.md and
+the picture, from what is there; --results copies them, with the logs."""
 import argparse
 import json
 import math
