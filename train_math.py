@@ -99,7 +99,8 @@ def extract_answer(completion, strict=True):
     """The answer that a completion gives, as a canonical number such as '-1234.5', or None.
     completion: a text, or chat messages as TRL passes them. strict: the number after the last '####'; otherwise
     the last one. Commas, $, %, **, a trailing point, a leading + or zeros, a unicode minus, 18.0: all the same."""
-    text = str(completion[-1]["content"] if isinstance(completion, list) and completion else completion)
+    chat = isinstance(completion, list) and completion and isinstance(completion[-1], dict)
+    text = str(completion[-1].get("content") if chat else completion)
     if strict and "####" not in text:
         return None
     text = text.rpartition("####")[2] if strict else text
@@ -144,8 +145,8 @@ def load_questions(name, split):
         if isinstance(row.get("question"), str) and gold_answer(row.get("answer")) is not None:
             questions.append(row)
         elif line.strip():
-            raise ValueError(f"{name}, line {i}: found {', '.join(row) or 'no JSON object'}; wanted: a JSON object "
-                             "with a question, a text, and an answer with a number, such as '... #### 42'")
+            raise ValueError(f"{name}, line {i}: found {', '.join(map(str, row)) or 'no JSON object'}; wanted: an "
+                             "object with a question, a text, and an answer with a number, such as '... #### 42'")
     if not questions:
         raise ValueError(f"{name}: there is no question in it")
     return questions
@@ -240,8 +241,8 @@ def sample(model, tokenizer, questions, group_size, temperature, s):
     parts = [rollout(model, prompts[i:i + at_once], group_size, s.max_completion_length, temperature, ends)
              for i in range(0, len(prompts), at_once)]
     responses = [response for part, _ in parts for response in part]
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    return responses, texts, torch.cat([log_probs for _, log_probs in parts])
+    log_probs = torch.cat([log_probs for _, log_probs in parts])
+    return responses, tokenizer.batch_decode(responses, skip_special_tokens=True), log_probs
 
 def micro_batch(prompts, responses, device, advantages=None, rows=None):
     """b prompts and responses, lists of token ids, as they go through the model at once: ids (b, L), padded on the
@@ -255,7 +256,7 @@ def micro_batch(prompts, responses, device, advantages=None, rows=None):
 def build_minibatches(prompts, responses, advantages, s):
     """The rollout as `minibatches` lists of micro-batches, of like lengths, at most micro_batch_tokens or one row.
     Built once, for the old and the new forward: other padding and other neighbours round otherwise, and GSPO's
-    clip range is narrow enough to feel it. Advantage 0 gives no gradient: left out here, not of the denominator."""
+    clip range is narrow enough to feel it. Advantage 0, no gradient: left out here, counted in the denominator."""
     minibatches = []
     for rows in torch.arange(len(responses)).chunk(s.minibatches):
         parts, lengths = [], {i: len(prompts[i]) + len(responses[i]) for i in rows.tolist() if advantages[i] != 0}
@@ -362,8 +363,7 @@ def wilson(right, n, z=1.96):
     return (centre - half) / (n + z * z), (centre + half) / (n + z * z)
 
 def evaluate(model, tokenizer, questions, s, temperature=0.0):
-    """One answer to each question, greedy unless a temperature is given. Returns the scores (shares with
-    '#### number', and right, strict and flexible, with 95% intervals) and the answers."""
+    """One answer to each question, greedy unless a temperature is given: (scores with 95% intervals, answers)."""
     _, texts, _ = sample(model, tokenizer, questions, 1, temperature, s)
     golds, n = [gold_answer(row["answer"]) for row in questions], len(questions)
     scores = {"eval_questions": n, "eval_format": sum(format_reward(None, texts)) / n}
@@ -453,11 +453,12 @@ def prepare(s):
         whole = "settings.json" in names and ("model" not in names or names & {"state.pt", "partial"})
         if names - {"partial"} and not (s.resume and whole):
             raise ValueError("not empty: --resume goes on with a whole run in it, another --output_dir starts one")
-        state = torch.load(output / "state.pt", map_location="cpu") if "state.pt" in names else None
         if s.tiny:
             torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
             from experiments.cold_start import tiny_world
             s.model, s.dataset = tiny_world(s.seed)
+        at = f"{output}/state.pt"
+        state = torch.load(output / "state.pt", map_location="cpu") if "state.pt" in names else None
         at = f"--dataset {s.dataset}, --eval_dataset {s.eval_dataset}"
         questions, held_out = load_data(s)
         at = f"--model {s.model}"
