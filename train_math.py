@@ -241,8 +241,7 @@ def sample(model, tokenizer, questions, group_size, temperature, s):
     parts = [rollout(model, prompts[i:i + at_once], group_size, s.max_completion_length, temperature, ends)
              for i in range(0, len(prompts), at_once)]
     responses = [response for part, _ in parts for response in part]
-    log_probs = torch.cat([log_probs for _, log_probs in parts])
-    return responses, tokenizer.batch_decode(responses, skip_special_tokens=True), log_probs
+    return responses, tokenizer.batch_decode(responses, skip_special_tokens=True), torch.cat([x for _, x in parts])
 
 def micro_batch(prompts, responses, device, advantages=None, rows=None):
     """b prompts and responses, lists of token ids, as they go through the model at once: ids (b, L), padded on the
