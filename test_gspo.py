@@ -29,12 +29,15 @@ gspo.py beside it, sys.exit and endless loops; it does not see through a file th
 by patching pytest.
 """
 import ast
+import gc
 import importlib.util
 import itertools
 import json
 import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -839,50 +842,106 @@ def tm():
 
 
 @pytest.fixture(scope="module")
-def tiny(tm):
+def cold():
+    from experiments import cold_start
+    return cold_start
+
+
+@pytest.fixture(scope="module")
+def tiny(cold):
     """(model, tokenizer): the tiny model, its weights made larger so that its distribution is far from
     flat."""
-    tokenizer = tm.tiny_tokenizer()
-    model = tm.tiny_model(tokenizer, seed=0)
+    tokenizer = cold.tiny_tokenizer()
+    model = cold.tiny_model(tokenizer, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
     return model, tokenizer
 
 
-@pytest.fixture
-def parity(tm, monkeypatch):
+def parity_reward(prompts, completions, answer):
     """A reward that an untrained model gets half of the time, so that there is something to update on."""
-    def reward(prompts, completions, answer):
-        return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
-    monkeypatch.setattr(tm, "correctness_reward", reward)
+    return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
 
 
-FAST = ["--max_steps", "6", "--save_steps", "2", "--eval_steps", "3", "--eval_size", "4", "--prompts_per_step", "4",
-        "--group_size", "4", "--max_completion_length", "6", "--learning_rate", "1e-3"]
+@pytest.fixture(scope="module")
+def world(tm, cold, tmp_path_factory):
+    """(model folder, questions' file): the world of --tiny without its cold start."""
+    folder = tmp_path_factory.mktemp("world") / "tiny_world-0"
+    tokenizer = cold.tiny_tokenizer()
+    cold.save_world(folder, cold.tiny_model(tokenizer, seed=0), tokenizer, cold.tiny_questions(0)[:60])
+    return str(folder / "model"), str(folder / "questions.jsonl")
 
 
-def run(tm, output_dir, *flags):
-    """A few steps of the tiny run without its cold start. Returns the settings and the metrics."""
+@pytest.fixture
+def untrained(tm, cold, world, monkeypatch):
+    monkeypatch.setattr(cold, "tiny_world", lambda seed: world)
+    monkeypatch.setattr(tm, "draw", lambda rows, path, eps_high: path.write_text("a picture"))  # the real one is slow
+
+
+@pytest.fixture
+def parity(tm, untrained, monkeypatch):
+    monkeypatch.setattr(tm, "correctness_reward", parity_reward)
+
+
+@pytest.fixture(autouse=True)
+def default_ctrl_c():
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+FAST = ["--max_steps", "6", "--save_steps", "2", "--eval_size", "4", "--prompts_per_step", "4", "--group_size", "4",
+        "--max_completion_length", "6", "--learning_rate", "1e-3"]
+
+
+def run(tm, output_dir, *flags, stop=lambda: False):
+    """A few steps of the tiny run. Returns the settings and the rows of metrics."""
     s = tm.parse_settings(["--tiny", "--output_dir", str(output_dir), *FAST, *flags])
-    tm.check_output(s)
-    questions, held_out = tm.load_data(s)
-    model, tokenizer = tm.load(tm.last_checkpoint(output_dir)[0] or s.model, s)
-    tm.open_output(s)
-    return s, tm.train(s, model, tokenizer, questions, held_out)
+    try:
+        return s, tm.train(s, **tm.prepare(s), stop=stop)
+    finally:
+        s.lock.lock.release()
+
+
+@pytest.fixture(scope="module")
+def whole(tm, cold, world, tmp_path_factory):
+    """(folder, rows) of a run that nothing interrupts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cold, "tiny_world", lambda seed: world)
+        patch.setattr(tm, "correctness_reward", parity_reward)
+        folder = tmp_path_factory.mktemp("runs") / "whole"
+        return folder, run(tm, folder)[1]
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def without_clocks(rows):
-    clocks = "seconds|tokens_per_second|peak_memory"
-    return [{k: v for k, v in row.items() if not re.match(clocks, k)} for row in rows]
+    return [{k: v for k, v in row.items() if not re.match("seconds|peak_memory", k)} for row in rows]
 
 
-def exits(tm, capsys, *flags):
+def same(whole, folder):
+    """Asserts that the run in this folder equals one that was never interrupted: log, weights, optimizer."""
+    expected, rows = without_clocks(read(whole[0] / "metrics.jsonl")), without_clocks(read(folder / "metrics.jsonl"))
+    assert rows == expected
+    before, after = (torch.load(f / "state.pt") for f in (whole[0], folder))
+    assert without_clocks(after["rows"]) == without_clocks(before["rows"])
+    for a, b in zip(before["optimizer"]["state"].values(), after["optimizer"]["state"].values(), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole[0], folder)]
+    assert weights[0] == weights[1] and all(torch.equal(before["model"][n], p) for n, p in after["model"].items())
+
+
+def exits(script, *flags):
     """The one line with which the script refuses these flags."""
     with pytest.raises(SystemExit) as stop:
-        tm.main([*flags])
-    assert isinstance(stop.value.code, str) and "\n" not in stop.value.code, f"not one line: {stop.value.code!r}"
-    return stop.value.code
+        script.main([*flags])
+    line = stop.value.code
+    assert isinstance(line, str) and "\n" not in line.strip(), f"not one line: {line!r}"
+    del stop
+    gc.collect()                  # the traceback holds the lock of the output_dir
+    return line
 
 
 def write_jsonl(path, rows):
@@ -914,7 +973,7 @@ class TestRewards:
 
     @pytest.mark.parametrize("text", [
         "####18", "#### 18", "#### $18", "#### **18**", "#### 18.", "#### 18.0", "#### 18.00.", "#### +18", "#### 018",
-        "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18", "#### 17\nNo.\n#### 18", "#### 18, I think",
+        "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18", "#### 17\nNo.\n#### 18", "#### 18, I think", "#### 18=9*2",
         "3 * 6 = 18\n#### **$18.00**", "#### 18eggs"])
     def test_reads_18(self, tm, text):
         assert tm.extract_answer(text) == "18"
@@ -952,11 +1011,13 @@ class TestRewards:
     def test_have_trls_signature(self, tm):
         chat = [{"role": "assistant", "content": "So #### 42"}]
         completions = ["#### 42", "#### 41", "42", chat, None, [], "#### 4"]
-        arguments = dict(prompts=["?"] * 7, completions=completions, answer=["6 * 7\n#### 42"] * 7, task="maths",
+        completions += [[5], [{}], [{"content": None}]]
+        arguments = dict(prompts=["?"] * 10, completions=completions, answer=["6 * 7\n#### 42"] * 10, task="maths",
                          step=3)
-        assert tm.correctness_reward(**arguments) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-        assert tm.format_reward(**arguments) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+        assert tm.correctness_reward(**arguments) == [1.0, 0.0, 0.0, 1.0] + [0.0] * 6
+        assert tm.format_reward(**arguments) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0] + [0.0] * 3
         assert tm.correctness_reward(["?"] * 3, ["#### 42"] * 3, ["42", "x", "$42.00"]) == [1.0, 0.0, 1.0]
+        assert tm.correctness_reward(["?"] * 3, ["#### 42"] * 3, [42, 42.0, 4]) == [1.0, 1.0, 0.0]
 
 
 class TestRollout:
@@ -995,6 +1056,8 @@ class TestRollout:
         probs[3:] *= 1 - 1e-6                                            # as rounding may leave their sum
         drawn = tm.draw_tokens(probs)
         assert drawn.shape == (6, 1) and (probs.gather(1, drawn) > 0).all()
+        alone = torch.cat([tm.draw_tokens(row[None]) for row in probs])
+        assert torch.equal(alone, drawn), "a row that is the last one left is drawn as among others"
 
     def test_gives_the_sampler_the_same_log_probs_as_the_update(self, tm, tiny):
         """Responses end at different times and leave the batch; cache, positions and rows must stay in
@@ -1022,13 +1085,49 @@ class TestRollout:
             ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
         assert responses == [ids[len(prompt):]] * 2
 
-    def test_asks_through_the_chat_template_where_there_is_one(self, tm):
-        tokenizer = tm.tiny_tokenizer()
-        assert tokenizer.decode(tm.encode_prompt(tokenizer, "How many?")) == "How many?\n"
-        tokenizer.chat_template = ("{% for m in messages %}Q {{ m.content }}{% endfor %}{% if add_generation_prompt %}A"
-                                   "{% endif %}{% if enable_thinking is false %} now{% endif %}")
-        text = tokenizer.decode(tm.encode_prompt(tokenizer, "How many?"))
+    def test_reads_each_prompt_once_and_lets_finished_rows_leave(self, tm, tiny, monkeypatch):
+        model, tokenizer = tiny
+        prompts, shapes, forward = [tm.encode_prompt(tokenizer, q) for q in self.QUESTIONS], [], model.forward
+        monkeypatch.setattr(model, "forward", lambda *a, **k: shapes.append(k["input_ids"].shape) or forward(*a, **k))
+        torch.manual_seed(0)
+        responses, _ = tm.rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        assert shapes[0] == (2, max(map(len, prompts))), "the prompts are read once, not once a response"
+        going = [sum(len(r) >= t + 1 for r in responses) for t in range(1, max(map(len, responses)))]
+        assert [tuple(shape) for shape in shapes[1:]] == [(n, 1) for n in going] and going[-1] < 16
+
+    @pytest.mark.parametrize("rows, at_once", [(256, [5]), (8, [2, 2, 1]), (11, [2, 2, 1]), (3, [1] * 5)])
+    def test_takes_whole_groups_at_once_in_the_questions_order(self, tm, tiny, monkeypatch, rows, at_once):
+        model, tokenizer = tiny
+        questions, seen, rollout = [{"question": f"{'Ann ' * n}?"} for n in (3, 1, 5, 2, 4)], [], tm.rollout
+        monkeypatch.setattr(tm, "rollout", lambda *a: seen.append(a) or rollout(*a))
+        s = types.SimpleNamespace(rollout_rows=rows, max_completion_length=4)
+        responses, texts, log_probs = tm.sample(model, tokenizer, questions, 4, 0.0, s)
+        assert [len(call[1]) for call in seen] == at_once
+        assert len(texts) == len(log_probs) == 20
+        for i, row in enumerate(questions):                              # greedy: a group's responses are equal
+            alone = rollout(model, [tm.encode_prompt(tokenizer, row["question"])], 4, 4, 0.0, seen[0][5])[0]
+            assert responses[4 * i:4 * i + 4] == alone
+
+    def test_ends_at_any_of_the_models_end_tokens(self, tm, tiny, monkeypatch):
+        model, tokenizer = tiny
+        monkeypatch.setattr(model.generation_config, "eos_token_id", list(range(4, 75)))
+        s = types.SimpleNamespace(rollout_rows=64, max_completion_length=30)
+        responses, _, _ = tm.sample(model, tokenizer, [{"question": "Ann?"}], 64, 1.0, s)
+        assert max(map(len, responses)) < 10 and any(r[-1] != tokenizer.eos_token_id for r in responses)
+
+    def test_asks_through_the_chat_template_where_there_is_one(self, tm, cold):
+        def prompt(template):
+            tokenizer = cold.tiny_tokenizer()
+            tokenizer.chat_template = template or tokenizer.chat_template
+            return tokenizer.decode(tm.encode_prompt(tokenizer, "How many?"))
+
+        assert prompt(None) == "How many?\n"
+        text = prompt("{% for m in messages %}Q {{ m.content }}{% endfor %}{% if add_generation_prompt %}A"
+                      "{% endif %}{% if enable_thinking is false %} now{% endif %}")
         assert text.startswith("Q How many?\n") and text.endswith("A now") and "####" in text
+        tokenizer = cold.tiny_tokenizer()
+        tokenizer.chat_template = None
+        assert tokenizer.decode(tm.encode_prompt(tokenizer, "How many?")) == "How many?\n"
 
 
 class TestLogProbs:
@@ -1071,7 +1170,7 @@ class TestLogProbs:
             model.zero_grad()
             for batch in batches:
                 log_probs = tm.response_log_probs(model, batch, 1.0)
-                tm.gspo_loss(log_probs, log_probs.detach() - 1e-4, batch.advantages, batch.mask,
+                gspo.gspo_loss(log_probs, log_probs.detach() - 1e-4, batch.advantages, batch.mask,
                              denominator=8).backward()
             return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -1090,79 +1189,112 @@ class TestLogProbs:
 class TestTraining:
     __test__ = not GRADING
 
-    def test_starts_each_rollout_on_policy_and_writes_what_it_promises(self, tm, parity, tmp_path):
+    def test_starts_each_rollout_on_policy_and_writes_what_it_promises(self, tm, whole):
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        s, rows = run(tm, tmp_path / "a")
-        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-        assert set(rows[0]) == {
-            "step", "reward", "accuracy", "format", "response_length", "loss", "grad_norm", "clip_fraction",
-            "log_ratio_std", "log_ratio_first_max", "log_ratio_rounding", "equal_reward_groups", "entropy",
-            "seconds", "seconds_rollout", "seconds_old_log_probs", "seconds_update", "tokens_per_second",
-            "peak_memory_mb"}
-        assert all(row["log_ratio_first_max"] == 0 for row in rows), "the first minibatch is on-policy: log s is 0"
-        assert all(row["log_ratio_std"] > 0 and row["grad_norm"] > 0 for row in rows)
-        assert all(0 < row["log_ratio_rounding"] < 1e-5 for row in rows), "sampler and training forward, in float32"
-        assert max(row["clip_fraction"] for row in rows) > 0
-        names = {path.name for path in (tmp_path / "a").iterdir()}
-        assert names == {"settings.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "metrics.png",
-                         "checkpoint-6"}
-        assert [row["step"] for row in tm.read(tmp_path / "a" / "eval.jsonl")] == [0, 3, 6]
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-6")
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a" / "checkpoint-6")
-        assert model.config.model_type == "qwen3" and len(tokenizer) == model.config.vocab_size
+        folder, rows = whole
+        assert read(folder / "metrics.jsonl") == json.loads(json.dumps(rows))
+        assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+        metrics = {"step", "reward", "accuracy", "format", "response_length", "cut", "equal_reward_groups", "entropy",
+                   "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_std", "seconds",
+                   "seconds_rollout", "seconds_old_log_probs", "seconds_update"}
+        evaluation = {"eval_questions", "eval_format", "eval_flexible", "eval_flexible_interval", "eval_strict",
+                      "eval_strict_interval", "eval_samples"}
+        assert set(rows[0]) == {"step"} | evaluation
+        assert all(set(row) == metrics | (evaluation if row["step"] % 2 == 0 else set()) for row in rows[1:])
+        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:]), "the first minibatch is on-policy: log s is 0"
+        assert all(row["log_ratio_std"] > 0 and row["grad_norm"] > 0 for row in rows[1:])
+        assert max(row["clip_fraction"] for row in rows[1:]) > 0
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"settings.json", "metrics.jsonl", "metrics.png", "model", "state.pt", "lock"}
+        assert (folder / "metrics.png").read_bytes()[1:4] == b"PNG"
+        model, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+        assert len(tokenizer) == model.config.vocab_size and tokenizer.chat_template
+        state = torch.load(folder / "state.pt")["model"]
+        assert all(torch.equal(p, state[name]) for name, p in model.state_dict().items())
+
+    def test_measures_what_the_names_of_the_metrics_say(self, tm, parity, tmp_path, monkeypatch):
+        seen, sample = [], tm.sample
+        monkeypatch.setattr(tm, "sample", lambda *a: seen.append(sample(*a)) or seen[-1])
+        monkeypatch.setattr(tm, "format_reward", lambda _, texts: [float(" " in text) for text in texts])
+        s, rows = run(tm, tmp_path / "a", "--eval_size", "0", "--max_steps", "2", "--format_weight", "0.25")
+        for row, (responses, texts, log_probs) in zip(rows[1:], seen, strict=True):
+            right, spaces = parity_reward(None, texts, None), [" " in text for text in texts]
+            lengths = [len(response) for response in responses]
+            assert 0 < row["cut"] == sum(n == 6 for n in lengths) / 16 and len(texts) == 16
+            assert row["response_length"] == sum(lengths) / 16
+            assert row["accuracy"] == sum(right) / 16 and row["format"] == sum(spaces) / 16
+            assert row["reward"] == pytest.approx(row["accuracy"] + 0.25 * row["format"])
+            rewards = [r + 0.25 * f for r, f in zip(right, spaces)]
+            equal = sum(len(set(rewards[i:i + 4])) == 1 for i in range(0, 16, 4))
+            assert row["equal_reward_groups"] == equal / 4
+            assert row["entropy"] == pytest.approx(-log_probs.sum().item() / sum(lengths))
 
     def test_of_gspo_token_equals_gspo_and_grpo_differs(self, tm, parity, tmp_path):
-        flags = ["--eps_low", "0.01", "--eps_high", "0.01"]
-        rows = {a: run(tm, tmp_path / a, "--algorithm", a, *flags)[1] for a in ("gspo", "gspo_token", "grpo")}
+        flags = ["--eps_low", "0.01", "--eps_high", "0.01", "--max_steps", "1", "--eval_size", "0"]
+        rows = {a: run(tm, tmp_path / a, "--algorithm", a, *flags)[1][1] for a in ("gspo", "gspo_token", "grpo")}
         for key in ("loss", "grad_norm", "log_ratio_std", "clip_fraction"):
-            assert rows["gspo"][0][key] == pytest.approx(rows["gspo_token"][0][key], rel=1e-3, abs=1e-6)
-            assert rows["gspo"][0][key] != pytest.approx(rows["grpo"][0][key], rel=1e-2, abs=1e-6)
+            assert rows["gspo"][key] == pytest.approx(rows["gspo_token"][key], rel=1e-3, abs=1e-6)
+            assert rows["gspo"][key] != pytest.approx(rows["grpo"][key], rel=1e-3, abs=1e-6)
 
-    def test_moves_the_weights_by_gspos_gradient(self, tm, parity, tmp_path, monkeypatch):
+    def test_moves_the_weights_by_gspos_gradient(self, tm, parity, tmp_path, monkeypatch, world):
         """All ratios are 1 in a single minibatch, here of several micro-batches: the gradient is that of minus the
-        mean over responses of A times the mean log-prob."""
-        rollouts, gradients, build = [], [], tm.build_minibatches
+        mean over responses, those of equal groups too, of A times the mean log-prob."""
+        rollouts, gradients, rates, build = [], [], [], tm.build_minibatches
+
+        def clip(parameters, norm):
+            parameters = [*parameters]
+            gradients.append([p.grad.clone() for p in parameters])
+            assert norm == 1.0
+            return real_clip(parameters, norm)
+
+        real_clip, step = torch.nn.utils.clip_grad_norm_, torch.optim.AdamW.step
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
         monkeypatch.setattr(tm, "build_minibatches", lambda *a: rollouts.append(a) or build(*a))
-        clip = torch.nn.utils.clip_grad_norm_
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: (
-            gradients.append([p.grad.clone() for p in model.parameters()]), clip(parameters, norm))[1])
-        s = tm.parse_settings(["--tiny", "--output_dir", str(tmp_path), *FAST, "--minibatches", "1",
-                               "--max_steps", "1", "--max_grad_norm", "1e9", "--temperature", "0.8",
-                               "--micro_batch_tokens", "200"])
-        questions, _ = tm.load_data(s)
-        model, tokenizer = tm.load(s.model, s)
-        tm.train(s, model, tokenizer, questions, [])
-        model, _ = tm.load(s.model, s)
-        total = 0
+        monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (
+            rates.append(self.param_groups[0]["lr"]), step(self))[1])
+        monkeypatch.setattr(tm, "correctness_reward", lambda _, texts, answer: [0.5] * 4 + parity_reward(
+            _, texts[4:], answer))
+        _, rows = run(tm, tmp_path / "a", "--minibatches", "1", "--max_steps", "3", "--temperature", "0.8",
+                      "--micro_batch_tokens", "200", "--eval_size", "0")
+        assert rates == pytest.approx([1e-3, 0.55e-3, 1e-4]), "learning_rate falls to its tenth at max_steps"
+        model, total = tm.load(world[0], "cpu")[0], 0
         prompts, responses, advantages, _ = rollouts[0]
+        assert (advantages[:4] == 0).all() and len(responses) == 16
         for prompt, response, advantage in zip(prompts, responses, advantages):
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1] / 0.8
             log_probs = logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
-            total = total - log_probs.mean() * advantage / len(responses)
+            total = total - log_probs.mean() * advantage / 16
         total.backward()
         assert any(p.grad.abs().max() > 1e-3 for p in model.parameters())
-        for parameter, gradient in zip(model.parameters(), gradients[0]):
+        for parameter, gradient in zip(model.parameters(), gradients[0], strict=True):
             assert torch.allclose(parameter.grad, gradient, atol=1e-5)
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+        assert rows[1]["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert rows[1]["loss"] == pytest.approx(-sum(advantages).item() / 16, abs=1e-5)
 
-    def test_scores_each_response_against_its_own_question(self, tm, tmp_path, monkeypatch):
+    def test_goes_over_each_rollout_in_minibatches_as_many_times_as_epochs_say(self, tm, parity, tmp_path, monkeypatch):
+        rows, observe = [], tm.observe
+        monkeypatch.setattr(tm, "observe", lambda batch, *a: rows.append([*batch.rows]) or observe(batch, *a))
+        run(tm, tmp_path / "a", "--epochs", "2", "--minibatches", "2", "--max_steps", "1", "--eval_size", "0",
+            "--micro_batch_tokens", "100000")
+        assert len(rows) == 4 and rows[:2] == rows[2:]
+        assert max(rows[0]) < 8 <= min(rows[1]), "a minibatch is a half of the rollout, in whole groups"
+
+    def test_scores_each_response_against_its_own_question(self, tm, untrained, tmp_path, monkeypatch, world):
         """Prompts, responses and gold answers must stay in one order: group by group."""
-        seen, sample, build = {}, tm.rollout, tm.build_minibatches
+        seen, rollout, build = {}, tm.rollout, tm.build_minibatches
 
         def reward(prompts, completions, answer):
-            seen["answers"] = answer
+            seen.setdefault("answers", answer)
             return [float(i % 3 == 0) for i in range(len(completions))]
 
-        def rollout(model, prompts, group_size, *rest):
-            if group_size > 1:
-                seen["asked"] = prompts
-            return sample(model, prompts, group_size, *rest)
-
         monkeypatch.setattr(tm, "correctness_reward", reward)
-        monkeypatch.setattr(tm, "rollout", rollout)
+        monkeypatch.setattr(tm, "rollout", lambda model, prompts, *rest: (
+            seen.setdefault("asked", []).extend(prompts), rollout(model, prompts, *rest))[1])
         monkeypatch.setattr(tm, "build_minibatches", lambda *a: seen.update(prompts=a[0]) or build(*a))
-        s, _ = run(tm, tmp_path / "a", "--max_steps", "1")
-        tokenizer = tm.tiny_tokenizer()
-        answers = {tuple(tm.encode_prompt(tokenizer, q["question"])): q["answer"] for q in tm.tiny_questions(0)}
+        s, _ = run(tm, tmp_path / "a", "--max_steps", "1", "--eval_size", "0", "--rollout_rows", "8")
+        tokenizer = tm.load(world[0], "cpu")[1]
+        answers = {tuple(tm.encode_prompt(tokenizer, q["question"])): q["answer"] for q in read(Path(world[1]))}
         assert seen["prompts"] == [prompt for prompt in seen["asked"] for _ in range(s.group_size)]
         assert seen["answers"] == [answers[tuple(prompt)] for prompt in seen["prompts"]]
 
@@ -1171,78 +1303,97 @@ class TestTraining:
         """The example: GSPO clips two whole responses, 6 of 11 tokens; GRPO three tokens."""
         new, old = example()
         s = tm.parse_settings(["--algorithm", algorithm, "--eps_low", str(RANGE[0]), "--eps_high", str(RANGE[1])])
-        seen = tm.observe(tm.MicroBatch(None, MASK[:4], ADVANTAGES[:4], old[:4]), new[:4], torch.tensor(0.5), s)
-        assert (seen["tokens"], round(seen["clipped"], 4), seen["loss"]) == (11, clipped, 0.5)
-        assert seen["log_ratios"] == pytest.approx([math.log(ratio) for ratio in SEQUENCE_RATIOS])
+        batch = types.SimpleNamespace(mask=MASK[:4], advantages=ADVANTAGES[:4], old_log_probs=old[:4])
+        log_s, clips, tokens = tm.observe(batch, new[:4], s)
+        assert (tokens, round(clips, 4)) == (11, clipped)
+        assert log_s == pytest.approx([math.log(ratio) for ratio in SEQUENCE_RATIOS])
 
-    def test_says_once_when_the_updates_move_less_than_rounding(self, tm, parity, tmp_path, capsys):
-        """1e-12 is far below float32's spacing at a weight of .05: nothing moves."""
-        run(tm, tmp_path / "still", "--max_steps", "3", "--learning_rate", "1e-12")
-        assert capsys.readouterr().out.count("less than rounding") == 1
-        run(tm, tmp_path / "moving", "--max_steps", "3")
-        run(tm, tmp_path / "grpo", "--max_steps", "3", "--learning_rate", "1e-12", "--algorithm", "grpo")
-        assert "less than rounding" not in capsys.readouterr().out
-
-    def test_leaves_the_weights_alone_where_all_rewards_are_equal(self, tm, tmp_path, monkeypatch):
+    def test_leaves_the_weights_alone_where_all_rewards_are_equal_and_says_so_once(
+            self, tm, untrained, tmp_path, monkeypatch, capsys, world):
         monkeypatch.setattr(tm, "correctness_reward", lambda prompts, completions, answer: [0.3] * len(completions))
-        s, rows = run(tm, tmp_path / "a", "--max_steps", "2")
-        assert [row["equal_reward_groups"] for row in rows] == [1, 1] and rows[0]["log_ratio_first_max"] is None
-        model, _ = tm.load(s.model, s)
-        after, _ = tm.load(tmp_path / "a" / "checkpoint-2", s)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after.parameters()))
+        s, rows = run(tm, tmp_path / "a")
+        assert all(row["equal_reward_groups"] == 1 and row["log_ratio_first_max"] is None for row in rows[1:])
+        models = [tm.load(folder, "cpu")[0] for folder in (world[0], tmp_path / "a" / "model")]
+        assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models)))
+        shown = capsys.readouterr().err
+        assert shown.count("note: no gradient in three steps") == 1 and "warning" not in shown
+        assert shown.index("step 3/6") < shown.index("no gradient") < shown.index("step 4/6")
 
-    def test_goes_through_all_questions_before_any_comes_twice(self, tm):
-        for epoch in range(2):
-            assert sorted(tm.order(10, 0, epoch)) == list(range(10))
-        assert tm.order(10, 0, 0) != tm.order(10, 0, 1) != tm.order(10, 1, 1)
+    def test_warns_when_the_first_ratios_are_not_1(self, tm, parity, tmp_path, monkeypatch, capsys):
+        log_probs = tm.response_log_probs
+        monkeypatch.setattr(tm, "response_log_probs", lambda model, *a: log_probs(model, *a) + (
+            1e-6 * torch.is_grad_enabled()))
+        _, rows = run(tm, tmp_path / "a", "--max_steps", "1", "--eval_size", "0")
+        assert rows[1]["log_ratio_first_max"] > 0
+        assert "warning: log_ratio_first_max is not 0" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("moment", ["update", "half a line", "save", "evaluation"])
-    def test_resumed_after_a_kill_equals_a_run_never_killed(self, tm, parity, tmp_path, monkeypatch, moment):
+    def test_goes_through_all_questions_before_any_comes_twice(self, tm, cold, tiny, monkeypatch):
+        monkeypatch.setattr(tm, "report", lambda *a: None)
+        monkeypatch.setattr(tm, "save", lambda *a: None)
+
+        def picked(seed, state=None):
+            seen = []
+            monkeypatch.setattr(tm, "train_step", lambda m, t, o, questions, step, s: seen.extend(questions) or {})
+            s = tm.parse_settings(["--tiny", "--prompts_per_step", "4", "--max_steps", "5", "--seed", str(seed)])
+            tm.train(s, *tiny, list(range(10)), [], state)
+            return seen
+
+        first = picked(0)
+        assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
+        assert first[:10] != first[10:] and first != picked(1) and first == picked(0)
+        optimizer = torch.optim.AdamW(tiny[0].parameters(), fused=True).state_dict()
+        assert picked(0, {"rows": [{}] * 4, "model": tiny[0].state_dict(), "optimizer": optimizer}) == first[12:]
+
+    @pytest.mark.parametrize("moment", [
+        "settings", "update", "half a log", "evaluation", "first state.pt", "first save, before state.pt",
+        "second save, in the model", "last save, before state.pt"])
+    def test_resumed_after_a_kill_equals_a_run_never_killed(self, tm, parity, tmp_path, monkeypatch, moment, whole):
         class Killed(BaseException):
             pass
 
-        def killed(*arguments):
-            raise Killed
+        def dies_at(call, function, half=lambda *a, **k: None):
+            """Like the function, but for its call number `call`, which does a half of it and dies."""
+            def dying(*a, **k):
+                if next(calls) < call:
+                    return function(*a, **k)
+                half(*a, **k)
+                raise Killed
+            calls = itertools.count(1)
+            return dying
 
-        def dies_at(call, function):
-            calls = iter(range(1, 1000))
-            return lambda *a, **k: function(*a, **k) if next(calls) < call else killed()
-
-        _, expected = run(tm, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            if moment == "update":
+            if moment == "settings":
+                patch.setattr(tm.Path, "write_text", dies_at(1, None, lambda path, text, **k: path.write_bytes(b"{")))
+            elif moment == "update":
                 patch.setitem(tm.LOSSES, "gspo", dies_at(15, gspo.gspo_loss))
-            elif moment == "half a line":
-                def half(output, s, row):
-                    if row["step"] == 5:
-                        with open(output / "metrics.jsonl", "a") as file:
-                            file.write('{"step": 5, "rew')
-                        killed()
-                    tm.append(output / "metrics.jsonl", row)
-                patch.setattr(tm, "report_step", half)
-            elif moment == "save":
-                patch.setattr(tm.os, "rename", dies_at(3, tm.os.rename))
-            else:
-                patch.setattr(tm, "evaluate", dies_at(2, tm.evaluate))
+            elif moment == "half a log":
+                patch.setattr(tm.Path, "write_text", dies_at(
+                    7, tm.Path.write_text, lambda path, text, **k: path.write_bytes(text.encode()[:-200])))
+            elif moment == "evaluation":
+                patch.setattr(tm, "evaluate", dies_at(3, tm.evaluate))
+            elif moment == "first state.pt":
+                patch.setattr(torch, "save", dies_at(1, torch.save, lambda state, path: path.write_bytes(b"PK")))
+            elif moment == "second save, in the model":
+                from transformers import PreTrainedModel
+                patch.setattr(PreTrainedModel, "save_pretrained", dies_at(
+                    2, PreTrainedModel.save_pretrained, lambda self, folder: (folder / "model.safetensors").unlink()))
+            else:                                                        # the first os.replace is of settings.json
+                patch.setattr(tm.os, "replace", dies_at(2 if moment.startswith("first") else 4, tm.os.replace))
             with pytest.raises(Killed):
                 run(tm, tmp_path / "killed")
-        _, rows = run(tm, tmp_path / "killed", "--resume")
-        assert without_clocks(rows) == without_clocks(expected)
-        for name in ("eval.jsonl", "samples.jsonl"):
-            assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
-        weights = [tmp_path / run / "checkpoint-6" / "model.safetensors" for run in ("whole", "killed")]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
+        run(tm, tmp_path / "killed", "--resume")
+        same(whole, tmp_path / "killed")
 
-    def test_resumed_after_kill_9_equals_a_run_never_killed(self, tm, parity, tmp_path):
+    @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+    def test_resumed_after_kill_9_equals_a_run_never_killed(self, tm, parity, tmp_path, whole, world):
         """A process of its own that sends itself SIGKILL in the middle of step 4."""
-        _, expected = run(tm, tmp_path / "whole")
         script = f"""
 import os, signal, sys
 sys.path.insert(0, {str(HERE)!r})
-import test_gspo, torch, train_math
-torch.set_num_threads(1)
-train_math.correctness_reward = lambda prompts, completions, answer: [
-    float(sum(c.isdigit() for c in text) % 2) for text in completions]
+import test_gspo, train_math
+from experiments import cold_start
+cold_start.tiny_world = lambda seed: {world!r}
+train_math.correctness_reward = test_gspo.parity_reward
 steps, loss = [], train_math.LOSSES["gspo"]
 def dies(*a, **k):
     steps.append(1)
@@ -1253,50 +1404,71 @@ train_math.LOSSES["gspo"] = dies
 test_gspo.run(train_math, {str(tmp_path / "killed")!r})
 """
         assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=300).returncode == -9
-        _, rows = run(tm, tmp_path / "killed", "--resume")
-        assert without_clocks(rows) == without_clocks(expected)
+        assert 2 <= len(torch.load(tmp_path / "killed" / "state.pt")["rows"]) < 6
+        run(tm, tmp_path / "killed", "--resume")
+        same(whole, tmp_path / "killed")
 
-    def test_keeps_the_last_checkpoint_and_what_is_not_its_own(self, tm, parity, tmp_path, capsys):
-        run(tm, tmp_path / "a", "--max_steps", "2")
-        for name in ("checkpoint-2-mine-3", "checkpoint-best1", "checkpoint-1"):
-            (tmp_path / "a" / name).mkdir()
-        run(tm, tmp_path / "a", "--max_steps", "4", "--resume")
-        assert {p.name for p in (tmp_path / "a").glob("checkpoint*")} == {
-            "checkpoint-4", "checkpoint-2-mine-3", "checkpoint-best1"}
-        (tmp_path / "a" / "checkpoint-4" / "optimizer.pt").write_bytes(b"cut")
-        with pytest.raises(tm.Problem, match="optimizer.pt cannot be loaded"):
-            run(tm, tmp_path / "a", "--max_steps", "6", "--resume")
+    @pytest.mark.parametrize("steps", [0, 3])
+    def test_saves_when_told_to_stop_and_goes_on_later(self, tm, parity, tmp_path, steps, whole):
+        stops = iter([False] * steps + [True])
+        _, rows = run(tm, tmp_path / "stopped", stop=lambda: next(stops))
+        assert len(rows) == len(torch.load(tmp_path / "stopped" / "state.pt")["rows"]) == steps + 1
+        run(tm, tmp_path / "stopped", "--resume")
+        same(whole, tmp_path / "stopped")
 
-    def test_saves_when_told_to_stop_and_goes_on_later(self, tm, parity, tmp_path):
-        _, expected = run(tm, tmp_path / "whole")
-        s = tm.parse_settings(["--tiny", "--output_dir", str(tmp_path / "stopped"), *FAST])
-        tm.check_output(s)
-        tm.open_output(s)
-        questions, held_out = tm.load_data(s)
-        rows = tm.train(s, *tm.load(s.model, s), questions, held_out, stop=lambda: True)
-        assert len(rows) == 1 and tm.last_checkpoint(s.output_dir)[1] == 1
-        assert without_clocks(run(tm, tmp_path / "stopped", "--resume")[1]) == without_clocks(expected)
+    @pytest.mark.parametrize("what, bad", [("weights", INF), ("loss", NAN), ("loss", INF)])
+    def test_stops_at_what_is_not_finite_and_keeps_the_last_good_state(
+            self, tm, parity, tmp_path, monkeypatch, what, bad):
+        calls, loss, step = itertools.count(), gspo.gspo_loss, torch.optim.AdamW.step
 
-    def test_never_saves_weights_that_are_not_finite(self, tm, parity, tmp_path, monkeypatch):
-        monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: self.param_groups[0]["params"][0].data.fill_(INF))
-        with pytest.raises(tm.Problem, match="step 1: .*not finite.*checkpoint-0 is good"):
-            run(tm, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
+        def spoil(optimizer):
+            step(optimizer)
+            if next(calls) == 11:
+                optimizer.param_groups[0]["params"][0].data[0, 0] = bad
 
-    def test_says_so_when_the_logits_are_nan(self, tm, tiny):
-        model = tm.tiny_model(tiny[1], seed=0)
+        if what == "loss":
+            monkeypatch.setitem(tm.LOSSES, "gspo", lambda *a, **k: loss(*a, **k) * (bad if next(calls) > 11 else 1))
+        else:
+            monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
+        line = exits(tm, "--tiny", *FAST, "--output_dir", str(tmp_path / "a"))
+        assert re.search(r"step \d: .*not finite: lower --learning_rate.*The last save is good", line)
+        state = torch.load(tmp_path / "a" / "state.pt")
+        assert len(state["rows"]) == 3 and all(x.isfinite().all() for x in state["model"].values())
+
+    def test_says_so_when_the_logits_are_nan(self, tm, cold, tiny):
+        model = cold.tiny_model(tiny[1], seed=0)
         model.lm_head.weight.data.fill_(NAN)
-        with pytest.raises(tm.Problem, match="NaN"):
+        with pytest.raises(FloatingPointError, match="NaN"):
             tm.rollout(model, [[5, 6]], 2, 3, 1.0, torch.tensor([1]))
 
-    @pytest.mark.parametrize("bad", [NAN, INF])
-    def test_stops_at_a_loss_that_is_not_finite_and_keeps_the_checkpoint(self, tm, parity, tmp_path, monkeypatch, bad):
-        calls = iter(range(1000))
-        monkeypatch.setitem(tm.LOSSES, "gspo",
-                            lambda *a, **k: gspo.gspo_loss(*a, **k) * (bad if next(calls) >= 12 else 1))
-        with pytest.raises(tm.Problem, match=r"step \d: .*not finite.*checkpoint-[24] is good"):
-            run(tm, tmp_path / "a")
-        model, _ = tm.load(tm.last_checkpoint(tmp_path / "a")[0], tm.parse_settings(["--tiny"]))
-        assert all(p.isfinite().all() for p in model.parameters())
+    def test_evaluates_greedily_strictly_and_flexibly(self, tm, tiny, monkeypatch):
+        """8 of 10 right by the last number, 6 after '####'; the intervals are from a table of Wilson's."""
+        seen = []
+        texts = ["#### 7"] * 6 + ["it is 7", "#### x 7", "#### 8", "none"]
+        monkeypatch.setattr(tm, "sample", lambda *a: seen.append(a) or (None, texts, None))
+        questions = [{"question": f"{i}?", "answer": "3 + 4\n#### 7"} for i in range(10)]
+        scores, answers = tm.evaluate(*tiny, questions, "s")
+        assert seen == [(*tiny, questions, 1, 0.0, "s")], "one answer a question, at temperature 0"
+        assert {k: v for k, v in scores.items() if "interval" not in k} == {
+            "eval_questions": 10, "eval_format": 0.7, "eval_strict": 0.6, "eval_flexible": 0.8}
+        assert scores["eval_strict_interval"] == pytest.approx((0.3127, 0.8318), abs=1e-4)
+        assert scores["eval_flexible_interval"] == pytest.approx((0.4902, 0.9433), abs=1e-4)
+        assert tm.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
+        assert [answer["right"] for answer in answers] == [True] * 6 + [False] * 4
+        assert answers[6] == {"question": "6?", "response": "it is 7", "gold": "7", "right": False}
+
+    def test_shows_reward_length_clip_and_spread_in_a_picture(self, whole, tmp_path, monkeypatch):
+        import matplotlib.pyplot as plt
+        from experiments import plot
+        kept = []
+        monkeypatch.setattr(plt, "close", kept.append)
+        assert plot.draw({"gspo": whole[1]}, tmp_path / "picture.png", eps_high=0.04)
+        axes = kept[0].axes
+        for axis, name in zip(axes, ("reward", "response_length", "clip_fraction", "log_ratio_std"), strict=True):
+            assert axis.lines[0].get_xydata().tolist() == [[row["step"], row[name]] for row in whole[1][1:]]
+        bars = [line.get_ydata() for line in axes[0].lines[1:] if len(line.get_xdata()) == 2]
+        assert [tuple(bar) for bar in bars] == [tuple(row["eval_strict_interval"]) for row in whole[1][::2]]
+        assert 0.04 in axes[3].lines[1].get_ydata()
 
 
 class TestCommandLine:
@@ -1304,36 +1476,51 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("flags, word", [
         ("--group_size 1", "--group_size"), ("--group_size x", "--group_size"),
-        ("--group_sizes 4", "--group_sizes"),
+        ("--group_sizes 4", "--group_sizes"), ("--rollout_rows 0", "--rollout_rows"),
         ("--prompts_per_step 0", "--prompts_per_step"), ("--prompts_per_step 6 --minibatches 4", "--minibatches 4"),
         ("--algorithm ppo", "ppo"), ("--temperature 0", "--temperature"), ("--learning_rate nan", "nan"),
         ("--learning_rate -1", "--learning_rate"), ("--eps_low 0", "--eps_low"), ("--eps_low 1", "--eps_low"),
         ("--eps_high inf", "--eps_high"), ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
-        ("--max_grad_norm 0", "--max_grad_norm"), ("--device tpu9", "--device"), ("--seed -1", "--seed"),
-        ("--device meta", "--device"), ("--seed 99999999999999999", "--seed"),
+        ("--max_grad_norm 1", "--max_grad_norm"), ("--device tpu9", "--device"), ("--seed -1", "--seed"),
+        ("--device meta", "--device"), ("--seed 99999999999999999", "--seed"), ("--save_steps 0", "--save_steps"),
         ("--tiny --model x", "--model"), ("--tiny --dataset x", "--dataset"),
-        ("--format_weight -1", "--format_weight"),
+        ("--format_weight -1", "--format_weight"), ("--micro_batch_tokens 0", "--micro_batch_tokens"),
         ("--dataset nowhere.jsonl", "nowhere.jsonl"), ("--tiny maybe", "maybe"), ("stray", "stray"),
-        ("--dataset train.jsonl --eval_size 99", "--eval_size"),
-        ("--dataset train.jsonl --eval_dataset no.jsonl", "no.jsonl")])
-    def test_refuses_what_is_wrong_before_a_model_loads(self, tm, capsys, tmp_path, monkeypatch, flags, word):
+        ("--dataset train.jsonl --eval_dataset no.jsonl", "no.jsonl"), ("--output_dir train.jsonl", "train.jsonl"),
+        ("--dataset .", "--dataset")])
+    def test_refuses_what_is_wrong_before_a_model_loads(self, tm, tmp_path, monkeypatch, flags, word):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(tm, "load", lambda *a: pytest.fail("a model was loaded first"))
         write_jsonl(tmp_path / "train.jsonl", [{"question": "?", "answer": "#### 1"}] * 9)
-        assert word in exits(tm, capsys, *flags.split())
+        line = exits(tm, *flags.split())
+        assert word in line and line.startswith("train_math.py: ")
 
-    @pytest.mark.parametrize("text, word", [
-        ("", "no question"), ("no json\n", "q.jsonl"), ('{"question": "?"}\n', "answer"),
-        ('{"answer": "#### 1"}\n', "question"),
-        ('{"question": "?", "answer": 1}\n', "answer"), ("[1]\n", "question"),
-        ('{"question": "?", "answer": "#### 1"}\n{"question": "?", "answer": "one"}\n', "row 2"),
-        ('{"question": "?", "answer": "#### 1"}\nno json\n', "row 2")])
-    def test_refuses_a_bad_dataset_in_one_line(self, tm, capsys, tmp_path, monkeypatch, text, word):
+    @pytest.mark.parametrize("text, words", [
+        ("", "no question"), ("no json\n", "line 1: found no JSON object"), ('{"question": "?"}\n', "found question;"),
+        ('{"answer": "#### 1"}\n', "found answer;"), ('{"question": 1, "answer": "1"}\n', "line 1"),
+        ('{"question": "?", "answer": "none"}\n', "line 1"), ("[1]\n", "no JSON object"), ('"a"\n', "no JSON object"),
+        ('{"question": "?", "answer": [null]}\n', "line 1"), ("[[1, 2]]\n", "line 1"),
+        ('{"question": "?", "answer": "#### 1"}\n{"question": "?", "answer": "one"}\n', "line 2"),
+        ('{"question": "?", "answer": "#### 1"}\n\nno json\n', "line 3"),
+        ('{"problem": "?", "solution": "1"}\n', "line 1: found problem, solution; wanted: an object with a question"),
+        ("question,answer\n1+1?,2\n", "no JSON object"),
+        ('[\n {"question": "?", "answer": "1"}\n]\n', "line 1: found no JSON object")])
+    def test_refuses_a_bad_dataset_in_one_line_that_says_where(self, tm, tmp_path, monkeypatch, text, words):
         monkeypatch.setattr(tm, "load", lambda *a: pytest.fail("a model was loaded first"))
         (tmp_path / "q.jsonl").write_text(text)
-        line = exits(tm, capsys, "--dataset", str(tmp_path / "q.jsonl"), "--eval_size", "0", "--output_dir",
-                     str(tmp_path / "o"))
-        assert word in line and "q.jsonl" in line
+        line = exits(tm, "--dataset", str(tmp_path / "q.jsonl"), "--output_dir", str(tmp_path / "o"))
+        assert words in line and "--dataset" in line and "q.jsonl" in line
+
+    def test_holds_out_the_last_lines_of_a_file_and_at_most_a_fifth(self, tm, tmp_path):
+        answers = ["#### 1", "2", 3, "4.0", "5 boxes", "6\n#### 60", "7", "8", "9", "10", "11"]
+        rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        data = write_jsonl(tmp_path / "q.jsonl", rows)
+        for size, n in (0, 0), (1, 1), (2, 2), (99, 2):
+            questions, held_out = tm.load_data(tm.parse_settings(["--dataset", data, "--eval_size", str(size)]))
+            assert questions + held_out == rows and len(held_out) == n
+        assert [tm.gold_answer(row["answer"]) for row in rows] == ["1", "2", "3", "4", "5", "60", *map(str, range(7, 12))]
+        s = tm.parse_settings(["--dataset", data, "--eval_dataset", data, "--eval_size", "3"])
+        assert tm.load_data(s) == (rows, rows[:3])
 
     def test_takes_gsm8k_and_its_test_split_from_the_hub(self, tm, monkeypatch):
         """The hub itself is out of reach of a test; that the right thing is asked of it is not."""
@@ -1348,33 +1535,80 @@ class TestCommandLine:
         questions, held_out = tm.load_data(tm.parse_settings(["--eval_size", "2"]))
         assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
         assert len(questions) == 5 and [row["question"] for row in held_out] == ["test 0?", "test 1?"]
+        assert len(tm.load_data(tm.parse_settings(["--dataset", "some/maths", "--eval_size", "0"]))[0]) == 5
+        assert asked[2:] == [("some/maths", None, "train")], "not every dataset has a test split"
 
-    def test_refuses_a_folder_that_holds_no_model(self, tm, capsys, tmp_path):
-        data = write_jsonl(tmp_path / "q.jsonl", [{"question": "?", "answer": "#### 1"}] * 9)
+    def test_refuses_a_model_that_is_not_there_or_damaged_or_too_short(self, tm, tmp_path, untrained, world):
         (tmp_path / "empty").mkdir()
-        flags = ["--dataset", data, "--eval_size", "1", "--output_dir", str(tmp_path / "o")]
-        assert "empty" in exits(tm, capsys, "--model", str(tmp_path / "empty"), *flags)
-        assert "nowhere" in exits(tm, capsys, "--model", str(tmp_path / "nowhere"), *flags)
+        flags = ["--dataset", world[1], "--output_dir", str(tmp_path / "o"), "--device", "cpu"]
+        for name in "empty", "nowhere":
+            assert f"--model {tmp_path / name}: " in exits(tm, "--model", str(tmp_path / name), *flags)
+        shutil.copytree(world[0], tmp_path / "cut")
+        weights = (tmp_path / "cut" / "model.safetensors").read_bytes()
+        (tmp_path / "cut" / "model.safetensors").write_bytes(weights[:-1000])
+        assert f"--model {tmp_path / 'cut'}: " in exits(tm, "--model", str(tmp_path / "cut"), *flags)
+        line = exits(tm, "--tiny", "--max_completion_length", "500", "--output_dir", str(tmp_path / "o"))
+        assert "--max_completion_length 500" in line
+        assert {p.name for p in (tmp_path / "o").iterdir()} <= {"lock"}, "a run that did not start leaves nothing"
 
-    def test_refuses_prompts_that_do_not_fit_the_model(self, tm, capsys, tmp_path):
-        assert "--max_completion_length 500" in exits(tm, capsys, "--tiny", "--max_completion_length", "500",
-                                                      "--output_dir", str(tmp_path / "a"))
-        assert not any((tmp_path / "a").iterdir()), "a run that did not start leaves nothing behind"
+    def test_refuses_a_model_whose_logits_are_nan_or_scaled_or_not_its_tokenizers(self, tm, cold, tiny):
+        tokenizer, questions = tiny[1], [{"question": "How many?"}]
+        s, model = tm.parse_settings(["--tiny"]), cold.tiny_model(tiny[1], seed=0)
+        tm.check_model(model, tokenizer, questions, s)
+        forward = model.forward
+        model.forward = lambda *a, **k: types.SimpleNamespace(logits=forward(*a, **k).logits * 2)
+        with pytest.raises(ValueError, match="scaled"):
+            tm.check_model(model, tokenizer, questions, s)
+        model.forward = forward
+        model.resize_token_embeddings(40)
+        with pytest.raises(ValueError, match="no pair"):
+            tm.check_model(model, tokenizer, questions, s)
+        model = cold.tiny_model(tiny[1], seed=0)
+        model.lm_head.weight.data[5] = NAN
+        with pytest.raises(ValueError, match="not finite"):
+            tm.check_model(model, tokenizer, questions, s)
 
-    def test_overwrites_nothing(self, tm, capsys, tmp_path, parity):
-        s, rows = run(tm, tmp_path / "a")
-        before = {path: path.read_bytes() for path in (tmp_path / "a").glob("*.*")}
-        flags = ["--tiny", "--output_dir", str(tmp_path / "a"), *FAST]
-        assert "--resume" in exits(tm, capsys, *flags)
-        assert "--seed 0, not 1" in exits(tm, capsys, *flags, "--seed", "1", "--resume")
+    def test_overwrites_nothing(self, tm, tmp_path, parity, whole):
+        folder = tmp_path / "a"
+        shutil.copytree(whole[0], folder)
+        before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+        flags = ["--tiny", "--output_dir", str(folder), *FAST]
+        assert "--resume" in exits(tm, *flags)
+        assert "--seed 0, not 1" in exits(tm, *flags, "--seed", "1", "--resume")
+        assert "--rollout_rows 128, not 8" in exits(tm, *flags, "--rollout_rows", "8", "--resume")
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "thesis.txt").write_text("mine")
-        assert "other" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other"))
-        assert "resume" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other"), "--resume")
-        (tmp_path / "a" / "checkpoint-6").rename(tmp_path / "elsewhere")
-        assert "no checkpoint" in exits(tm, capsys, *flags, "--resume")
-        assert "thesis.txt" in exits(tm, capsys, "--tiny", "--output_dir", str(tmp_path / "other" / "thesis.txt"))
-        assert {path: path.read_bytes() for path in (tmp_path / "a").glob("*.*")} == before
+        assert "other" in exits(tm, "--tiny", "--output_dir", str(tmp_path / "other"))
+        assert "other" in exits(tm, "--tiny", "--output_dir", str(tmp_path / "other"), "--resume")
+        assert "thesis.txt" in exits(tm, "--tiny", "--output_dir", str(tmp_path / "other" / "thesis.txt"))
+        state = (folder / "state.pt").rename(tmp_path / "elsewhere")
+        assert "not empty" in exits(tm, *flags, "--resume"), "its model/ would be overwritten"
+        (folder / "state.pt").write_bytes(state.read_bytes()[:-5000])
+        line = exits(tm, *flags, "--resume")
+        assert f"{folder}/state.pt: " in line
+        for text in "", "[1]", '{"old_flag": 1}':
+            (folder / "settings.json").write_text(text)
+            assert "settings.json" in exits(tm, *flags, "--resume")
+        (folder / "settings.json").write_bytes(before[folder / "settings.json"])
+        state.rename(folder / "state.pt")
+        assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
+
+    def test_resumes_with_the_runs_own_settings_where_it_now_lies(self, tm, parity, tmp_path, whole, capsys):
+        shutil.copytree(whole[0], tmp_path / "moved")
+        s = tm.parse_settings(["--resume", "--output_dir", str(tmp_path / "moved")])
+        saved = json.loads((whole[0] / "settings.json").read_text())
+        assert vars(s) == saved | {"resume": True, "output_dir": str(tmp_path / "moved")}
+        tm.main(["--resume", "--output_dir", str(tmp_path / "moved"), "--max_steps", "7", "--micro_batch_tokens", "99"])
+        rows = read(tmp_path / "moved" / "metrics.jsonl")
+        assert rows[:7] == read(whole[0] / "metrics.jsonl") and rows[7]["step"] == 7 and len(rows) == 8
+
+    def test_refuses_a_second_process_in_the_same_output_dir(self, tm, parity, tmp_path):
+        s = tm.parse_settings(["--tiny", *FAST, "--output_dir", str(tmp_path / "a")])
+        tm.prepare(s)
+        for flags in [], ["--resume"]:
+            assert "lock" in exits(tm, "--tiny", *FAST, "--output_dir", str(tmp_path / "a"), *flags)
+        s.lock.lock.release()
+        tm.main(["--tiny", *FAST, "--max_steps", "1", "--output_dir", str(tmp_path / "a"), "--resume"])
 
     def test_gives_each_algorithm_its_own_clip_range(self, tm):
         ranges = {(tiny, a): (s.eps_low, s.eps_high) for tiny in (False, True) for a in tm.LOSSES
@@ -1384,49 +1618,163 @@ class TestCommandLine:
         assert ranges[True, "gspo"] == ranges[True, "gspo_token"] == (0.03, 0.04)
         assert tm.parse_settings(["--eps_low", "0.1"]).eps_low == 0.1
 
-    def test_names_the_flags_that_help_when_memory_runs_out(self, tm, capsys, tmp_path, monkeypatch):
+    def test_helps_with_the_defaults_of_the_run_that_is_asked_for(self, tm, capsys):
+        for flags, default in ([], "runs/math"), (["--tiny"], "runs/tiny"):
+            with pytest.raises(SystemExit) as stop:
+                tm.main([*flags, "--help"])
+            assert not stop.value.code and f"(default: {default})" in " ".join(capsys.readouterr().out.split())
+
+    @pytest.mark.parametrize("error", [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")])
+    def test_names_the_flags_that_help_when_memory_runs_out(self, tm, untrained, tmp_path, monkeypatch, error):
         def full(*arguments):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            raise error
         monkeypatch.setattr(tm, "rollout", full)
-        monkeypatch.setattr(tm, "cold_start", lambda *a: None)
-        line = exits(tm, capsys, "--tiny", *FAST, "--output_dir", str(tmp_path / "a"))
-        assert "memory" in line and "--micro_batch_tokens" in line and "--group_size" in line
+        line = exits(tm, "--tiny", *FAST, "--output_dir", str(tmp_path / "a"))
+        assert "Memory" in line or "memory" in line
+        assert "--micro_batch_tokens" in line and "--rollout_rows" in line
+
+    def test_shows_the_traceback_of_a_mistake_in_the_script(self, tm, untrained, tmp_path, monkeypatch):
+        def mistaken(*arguments):
+            raise RuntimeError("shapes do not fit")
+        monkeypatch.setattr(tm, "rollout", mistaken)
+        with pytest.raises(RuntimeError, match="shapes"):
+            tm.main(["--tiny", *FAST, "--output_dir", str(tmp_path / "a")])
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
+    @pytest.mark.parametrize("name", ["partial", "metrics.jsonl", "metrics.png", "model/model.safetensors"])
+    def test_says_in_one_line_that_the_disk_is_full_and_keeps_the_last_save(
+            self, tm, parity, tmp_path, monkeypatch, name, whole):
+        from safetensors import SafetensorError
+        report, folder = tm.report, tmp_path / "a"
+
+        def full_after_three_steps(rows, s):
+            report(rows, s)
+            if rows[-1]["step"] == 3:
+                (folder / name).unlink(missing_ok=True)
+                (folder / name).symlink_to("/dev/full")
+
+        def full(*arguments):
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tm, "report", full_after_three_steps)
+            if name.startswith("model"):
+                import transformers
+                save = transformers.PreTrainedModel.save_pretrained
+                patch.setattr(tm, "report", lambda rows, s: report(rows, s) or patch.setattr(
+                    transformers.PreTrainedModel, "save_pretrained", full if len(rows) > 3 else save))
+            line = exits(tm, "--tiny", *FAST, "--output_dir", str(folder))
+        assert "Error" in line and "The last save is good" in line
+        if (folder / name).is_symlink():
+            (folder / name).unlink()
+        assert len(torch.load(folder / "state.pt")["rows"]) == 3
+        run(tm, folder, "--resume")
+        same(whole, folder)
 
     @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
-    def test_saves_on_ctrl_c(self, tm, parity, tmp_path, monkeypatch, capsys):
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_saves_on_ctrl_c_and_stops_at_once_on_a_second(self, tm, parity, tmp_path, monkeypatch, capsys, times, whole):
         """SIGINT in the middle of step 3 of 6: the step is finished, saved, and the run can go on."""
-        import signal
-        monkeypatch.setattr(tm, "cold_start", lambda *a: None)
-        report = tm.report_step
-        monkeypatch.setattr(tm, "report_step", lambda output, s, row: (
-            report(output, s, row), os.kill(os.getpid(), signal.SIGINT) if row["step"] == 3 else None))
-        try:
-            with pytest.raises(SystemExit) as stop:
-                tm.main(["--tiny", *FAST, "--output_dir", str(tmp_path / "a")])
-            assert stop.value.code == 130
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        assert tm.last_checkpoint(tmp_path / "a")[1] == 3 and "--resume" in capsys.readouterr().out
+        build = tm.build_minibatches
+        calls = itertools.count(1)
+        monkeypatch.setattr(tm, "build_minibatches", lambda *a: (
+            [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)] if next(calls) == 3 else None, build(*a))[1])
+        with pytest.raises(SystemExit) as stop:
+            tm.main(["--tiny", *FAST, "--output_dir", str(tmp_path / "a")])
+        said = capsys.readouterr().err + str(stop.value.code)
+        assert "Ctrl-C: this step is finished and saved first" in said
+        if times == 1:
+            assert stop.value.code == 130 and "after step 3" in said
+        else:
+            assert "--resume goes on from the last save" in stop.value.code
+        rows = torch.load(tmp_path / "a" / "state.pt")["rows"]
+        assert len(rows) == (4 if times == 1 else 3)
+        del stop
+        gc.collect()
+        run(tm, tmp_path / "a", "--resume")
+        same(whole, tmp_path / "a")
 
-    def test_does_not_start_rl_without_the_skill(self, tm, capsys, tmp_path):
-        line = exits(tm, capsys, "--tiny", "--cold_start_steps", "2", "--output_dir", str(tmp_path / "a"))
-        assert "skill" in line and "--cold_start_steps 2" in line
 
-    def test_runs_the_real_job_on_a_local_model_and_dataset(self, tm, tmp_path, capsys):
-        """A folder, a .jsonl, a chat template, a pad token that is the end token, a cold start: all but the
-        hub and the GPU."""
-        tokenizer = tm.tiny_tokenizer()
+class TestColdStart:
+    __test__ = not GRADING
+
+    def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(self, tm, cold, tmp_path, capsys, monkeypatch):
+        """A folder, a .jsonl, a pad token that is the end token, a chat template or none: all but hub and GPU."""
+        monkeypatch.chdir(tmp_path)
+        tokenizer = cold.tiny_tokenizer()
         tokenizer.pad_token = tokenizer.eos_token
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        tm.tiny_model(tokenizer, seed=0).save_pretrained(tmp_path / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        data = write_jsonl(tmp_path / "train.jsonl", tm.tiny_questions(0)[:40])
-        tm.main(["--model", str(tmp_path / "model"), "--dataset", data, "--output_dir", str(tmp_path / "out"),
-                 "--device", "cpu", "--cold_start_steps", "3", *FAST, "--max_steps", "2"])
-        out = capsys.readouterr().out
-        assert "step 2/2" in out and "after step 2" in out and "held-out" in out
-        assert len(tm.read(tmp_path / "out" / "metrics.jsonl")) == 2
-        assert tm.last_checkpoint(tmp_path / "out")[1] == 2
+        cold.tiny_model(tokenizer, seed=0).save_pretrained("model")
+        tokenizer.save_pretrained("model")
+        rows = cold.tiny_questions(0)[:40]
+        for row in rows:
+            row["answer"] = row["answer"].replace("=", "=<<1+1=2>>", 1)
+        data = ["--dataset", write_jsonl(tmp_path / "train.jsonl", rows), "--device", "cpu"]
+        seen, log_probs = [], tm.response_log_probs
+
+        def spy(model, batch, temperature):
+            seen.append((tokenizer.batch_decode(batch.ids), got := log_probs(model, batch, temperature)))
+            return got
+
+        monkeypatch.setattr(tm, "response_log_probs", spy)
+        flags = ["--model", "model", "--steps", "30", "--learning_rate", "1e-2", "--output_dir", "out/cold"]
+        cold.main([*flags, *data])
+        monkeypatch.undo()
+        monkeypatch.chdir(tmp_path)
+        assert "--model out/cold" in capsys.readouterr().out and not list(Path().rglob("*.partial"))
+        assert len(seen) == 30 and seen[-1][1].mean() > seen[0][1].mean() + 0.2, "it learns the solutions"
+        assert all("<<" not in text and text.rstrip("<end>").count("####") == 1 for text in seen[0][0])
+        assert all("<end>" in text for text in seen[0][0]), "the end token is learned, too"
+        with pytest.raises(SystemExit):
+            cold.main([*flags, *data])
+        assert "is there already" in capsys.readouterr().err
+        for template in True, False:
+            if not template:
+                Path("out/cold/chat_template.jinja").unlink()
+            tm.main(["--model", "out/cold", *data, "--output_dir", f"rl{template}", *FAST, "--max_steps", "2"])
+            said = capsys.readouterr().err
+            for words in ("out/cold: ", " parameters", "step 2/2", "held out: ", "after step 2", "36 questions to train",
+                          "2/2 ["):
+                assert words in said
+            assert ("note: no chat template" in said) is not template
+            assert len(read(Path(f"rl{template}") / "metrics.jsonl")) == 3
+
+    @pytest.mark.parametrize("flags, word", [
+        ("--dataset nowhere.jsonl", "nowhere.jsonl"), ("--dataset q.jsonl --model ./no/where", "--model ./no/where")])
+    def test_refuses_what_is_not_there_in_one_line(self, cold, tmp_path, monkeypatch, flags, word):
+        monkeypatch.chdir(tmp_path)
+        write_jsonl(tmp_path / "q.jsonl", [{"question": "?", "answer": "#### 1"}])
+        assert word in exits(cold, "--steps", "1", "--output_dir", "out", *flags.split())
+        assert not Path("out").exists()
+
+    def test_does_not_start_rl_without_the_skill(self, cold, tiny):
+        model = cold.tiny_model(tiny[1], seed=0)
+        with pytest.raises(RuntimeError, match="seed 0 reached a skill of 0.00.*another --seed"):
+            cold.tiny_cold_start(model, tiny[1], cold.tiny_questions(0), 0, skill_steps=2)
+
+    def test_makes_the_tiny_world_once_and_never_a_half_of_it(self, cold, tmp_path, monkeypatch, capsys):
+        made = []
+
+        def interrupted(*arguments):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cold, "tiny_cold_start", interrupted)
+        with pytest.raises(SystemExit, match="anew"):
+            cold.tiny_world(3, tmp_path)
+        monkeypatch.setattr(cold, "tiny_cold_start", lambda model, tokenizer, questions, seed: made.append(questions))
+        with monkeypatch.context() as patch:
+            patch.setattr(cold.os, "rename", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                cold.tiny_world(3, tmp_path)
+        assert not (tmp_path / "tiny_world-3").exists() and len(made) == 1
+        model, questions = cold.tiny_world(3, tmp_path)
+        assert cold.tiny_world(3, tmp_path) == (model, questions) and len(made) == 2, "the second time it is there"
+        rows = read(Path(questions))
+        assert len(rows) == 7840 and made[1] == rows[:-256], "the cold start does not see what is held out"
+        assert rows == cold.tiny_questions(3) != cold.tiny_questions(4)
+        assert all(str(eval(worked)) == value for row in rows[:99]
+                   for worked, value in re.findall(r"(\d+[*+]\d+)=(\d+)", row["answer"]))
 
 
 class TestGrader:

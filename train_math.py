@@ -34,8 +34,7 @@ from gspo import clip_fraction, group_advantages, grpo_loss, gspo_loss, gspo_tok
 LOSSES = {"gspo": gspo_loss, "gspo_token": gspo_token_loss, "grpo": grpo_loss}
 
 # ---- settings ----------------------------------------------------------------------------------------------
-def flag(default, meaning):
-    return field(default=default, metadata={"help": meaning})
+flag = lambda default, meaning: field(default=default, metadata={"help": meaning})
 
 @dataclass
 class Settings:
@@ -67,7 +66,7 @@ class Settings:
 TINY = dict(output_dir="runs/tiny", device="cpu", prompts_per_step=16, rollout_rows=128, format_weight=0.0,
             max_completion_length=40, learning_rate=8e-5, max_steps=15, save_steps=5, eval_size=256)
 AT_LEAST = dict(group_size=2, seed=0, eval_size=0, format_weight=0, temperature=0.01)  # the others: above 0
-MAY_CHANGE_ON_RESUME = {"resume", "device", "max_steps", "save_steps", "micro_batch_tokens"}
+MAY_CHANGE_ON_RESUME = {"resume", "output_dir", "device", "max_steps", "save_steps", "micro_batch_tokens"}
 
 def parse_settings(argv):
     """The command line as checked Settings; a wrong flag or value exits with one line."""
@@ -76,9 +75,11 @@ def parse_settings(argv):
     parser.set_defaults(**TINY if "--tiny" in argv else {})
     s, saved = Settings(**vars(parser.parse_args(argv))), {}
     if s.resume and (path := Path(s.output_dir, "settings.json")).exists():
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        parser.set_defaults(**saved)
-        s = Settings(**vars(parser.parse_args(argv)))
+        try:
+            parser.set_defaults(**(saved := json.loads(path.read_text(encoding="utf-8"))))
+            s = Settings(**vars(parser.parse_args(argv)))
+        except (TypeError, ValueError) as error:
+            parser.error(f"--resume: {path}: {error}")
     for name, value in vars(s).items():
         least, below = AT_LEAST.get(name, 1e-30), 1 if name == "eps_low" else 2**31
         if type(value) in (int, float) and not least <= value < below:
@@ -89,8 +90,7 @@ def parse_settings(argv):
         parser.error("--model, --dataset and --eval_dataset do not go with --tiny, which makes its own")
     if s.prompts_per_step % s.minibatches:
         parser.error(f"--prompts_per_step {s.prompts_per_step} is no multiple of --minibatches {s.minibatches}")
-    wide = s.tiny and s.algorithm != "grpo"  # the ratios of so short responses spread more
-    low, high, _ = (0.03, 0.04, None) if wide else LOSSES[s.algorithm].__defaults__
+    low, high, _ = (0.03, 0.04, None) if s.tiny and s.algorithm != "grpo" else LOSSES[s.algorithm].__defaults__
     s.eps_low, s.eps_high = s.eps_low or low, s.eps_high or high
     return s
 
@@ -99,7 +99,8 @@ def extract_answer(completion, strict=True):
     """The answer that a completion gives, as a canonical number such as '-1234.5', or None.
     completion: a text, or chat messages as TRL passes them. strict: the number after the last '####'; otherwise
     the last one. Commas, $, %, **, a trailing point, a leading + or zeros, a unicode minus, 18.0: all the same."""
-    text = str(completion[-1]["content"] if isinstance(completion, list) and completion else completion)
+    chat = isinstance(completion, list) and completion and isinstance(completion[-1], dict)
+    text = str(completion[-1].get("content") if chat else completion)
     if strict and "####" not in text:
         return None
     text = text.rpartition("####")[2] if strict else text
@@ -144,8 +145,8 @@ def load_questions(name, split):
         if isinstance(row.get("question"), str) and gold_answer(row.get("answer")) is not None:
             questions.append(row)
         elif line.strip():
-            raise ValueError(f"{name}, line {i}: found {', '.join(row) or 'no JSON object'}; wanted: a JSON object "
-                             "with a question, a text, and an answer with a number, such as '... #### 42'")
+            raise ValueError(f"{name}, line {i}: found {', '.join(map(str, row)) or 'no JSON object'}; wanted: an "
+                             "object with a question, a text, and an answer with a number, such as '... #### 42'")
     if not questions:
         raise ValueError(f"{name}: there is no question in it")
     return questions
@@ -154,7 +155,7 @@ def load_data(s):
     """(questions to train on, questions held out)"""
     questions = load_questions(s.dataset, "train")
     if s.eval_dataset or not os.path.exists(s.dataset):
-        return questions, load_questions(s.eval_dataset or s.dataset, "test")[:s.eval_size]
+        return questions, load_questions(s.eval_dataset or s.dataset, "test")[:s.eval_size] if s.eval_size else []
     n = len(questions) - min(s.eval_size, len(questions) // 5)
     return questions[:n], questions[n:]
 
@@ -240,8 +241,7 @@ def sample(model, tokenizer, questions, group_size, temperature, s):
     parts = [rollout(model, prompts[i:i + at_once], group_size, s.max_completion_length, temperature, ends)
              for i in range(0, len(prompts), at_once)]
     responses = [response for part, _ in parts for response in part]
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    return responses, texts, torch.cat([log_probs for _, log_probs in parts])
+    return responses, tokenizer.batch_decode(responses, skip_special_tokens=True), torch.cat([x for _, x in parts])
 
 def micro_batch(prompts, responses, device, advantages=None, rows=None):
     """b prompts and responses, lists of token ids, as they go through the model at once: ids (b, L), padded on the
@@ -255,8 +255,7 @@ def micro_batch(prompts, responses, device, advantages=None, rows=None):
 def build_minibatches(prompts, responses, advantages, s):
     """The rollout as `minibatches` lists of micro-batches, of like lengths, at most micro_batch_tokens or one row.
     Built once, for the old and the new forward: other padding and other neighbours round otherwise, and GSPO's
-    clip range is narrow enough to feel it. Responses of advantage 0 have no gradient: they are left out here,
-    and still count in the denominator."""
+    clip range is narrow enough to feel it. Advantage 0, no gradient: left out here, counted in the denominator."""
     minibatches = []
     for rows in torch.arange(len(responses)).chunk(s.minibatches):
         parts, lengths = [], {i: len(prompts[i]) + len(responses[i]) for i in rows.tolist() if advantages[i] != 0}
@@ -272,14 +271,12 @@ def response_log_probs(model, batch, temperature, at_once=None):
     """log-probs (b, L - 1) of the response tokens, 0 elsewhere. Only they go through the head, as many at once as
     give `at_once` logits, and again in the backward pass: all logits over 151,936 words would be too large."""
     hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1][batch.mask]
-    tokens = batch.ids[:, 1:][batch.mask]
     head = model.get_output_embeddings()
     chunk = max(1, (at_once or (2**22 if hidden.device.type == "cpu" else 2**24)) // len(head.weight))
     def log_probs(hidden, tokens):
         return token_log_probs(head(hidden)[None], tokens[None], temperature)[0]
-
     flat = torch.cat([checkpoint(log_probs, h, y, use_reentrant=False, preserve_rng_state=False)
-                      for h, y in zip(hidden.split(chunk), tokens.split(chunk))])
+                      for h, y in zip(hidden.split(chunk), batch.ids[:, 1:][batch.mask].split(chunk))])
     return flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
 
 # ---- the algorithm -----------------------------------------------------------------------------------------
@@ -365,8 +362,7 @@ def wilson(right, n, z=1.96):
     return (centre - half) / (n + z * z), (centre + half) / (n + z * z)
 
 def evaluate(model, tokenizer, questions, s, temperature=0.0):
-    """One answer to each question, greedy unless a temperature is given. Returns the scores (shares with
-    '#### number', and right, strict and flexible, with 95% intervals) and the answers."""
+    """One answer to each question, greedy unless a temperature is given: (scores with 95% intervals, answers)."""
     _, texts, _ = sample(model, tokenizer, questions, 1, temperature, s)
     golds, n = [gold_answer(row["answer"]) for row in questions], len(questions)
     scores = {"eval_questions": n, "eval_format": sum(format_reward(None, texts)) / n}
@@ -400,7 +396,7 @@ def train(s, model, tokenizer, questions, held_out, state=None, stop=lambda: Fal
         rows.append(row)
         report(rows, s)
         stopped = stop()
-        if step and (due or stopped):
+        if stopped or step and due:
             save(s, rows, model, tokenizer, optimizer)
         if stopped:
             break
@@ -408,7 +404,7 @@ def train(s, model, tokenizer, questions, held_out, state=None, stop=lambda: Fal
     return rows
 
 # ---- what people see, and what goes to disk ----------------------------------------------------------------
-say = functools.partial(tqdm.write, file=sys.stderr)  # above the bar; `| head` ends no run
+say = lambda line: tqdm.write(line, file=sys.stderr)  # above the bar; `| head` ends no run
 
 def report(rows, s):
     """The last row on the screen, all of them in metrics.jsonl."""
@@ -430,15 +426,18 @@ def report(rows, s):
             say(f"    {answer['question']} -> {answer['response']!r}, {'right' if answer['right'] else 'wrong'}")
 
 def save(s, rows, model, tokenizer, optimizer):
-    """model/, which `from_pretrained` loads, the picture, and last, as a whole, state.pt: all that --resume needs.
+    """model/, which `from_pretrained` loads, the picture, and as a whole state.pt: all that --resume needs.
     Random states and the place in the data are not in it: both follow from the seed and the step."""
     output = Path(s.output_dir)
-    model.save_pretrained(output / "model")
-    tokenizer.save_pretrained(output / "model")
-    draw({s.algorithm: rows}, output / "metrics.png", None if s.algorithm == "grpo" else s.eps_high)
-    state = {"rows": rows, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, output / "partial")
-    os.replace(output / "partial", output / "state.pt")  # a kill leaves the old one or the new one, whole
+    try:
+        state = {"rows": rows, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, output / "partial")
+        model.save_pretrained(output / "model")
+        tokenizer.save_pretrained(output / "model")
+        draw({s.algorithm: rows}, output / "metrics.png", None if s.algorithm == "grpo" else s.eps_high)
+        os.replace(output / "partial", output / "state.pt")  # a kill leaves the old one or the new one, whole
+    except Exception as error:  # each library has its own for a full disk
+        raise OSError(f"{output} cannot be written (disk full?): {error}") from error
 
 # ---- the command line --------------------------------------------------------------------------------------
 def prepare(s):
@@ -450,14 +449,15 @@ def prepare(s):
         output.mkdir(parents=True, exist_ok=True)
         s.lock = FileLock(output / "lock").acquire(timeout=0)  # a second process is refused
         names = {path.name for path in output.iterdir()} - {"lock"}
-        whole = "settings.json" in names and ("state.pt" in names or "model" not in names)
-        if names and not (s.resume and whole):
+        whole = "settings.json" in names and ("model" not in names or names & {"state.pt", "partial"})
+        if names - {"partial"} and not (s.resume and whole):
             raise ValueError("not empty: --resume goes on with a whole run in it, another --output_dir starts one")
-        state = torch.load(output / "state.pt", map_location="cpu") if "state.pt" in names else None
         if s.tiny:
             torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
             from experiments.cold_start import tiny_world
             s.model, s.dataset = tiny_world(s.seed)
+        at = f"{output}/state.pt"
+        state = torch.load(output / "state.pt", map_location="cpu") if "state.pt" in names else None
         at = f"--dataset {s.dataset}, --eval_dataset {s.eval_dataset}"
         questions, held_out = load_data(s)
         at = f"--model {s.model}"
@@ -465,10 +465,11 @@ def prepare(s):
         check_model(model, tokenizer, questions + held_out, s)
     except Exception as error:  # libraries raise what they like
         sys.exit(f"train_math.py: {at}: " + " ".join(str(error).split())[:300])
-    (output / "settings.json").write_text(json.dumps(asdict(s), indent=1) + "\n", encoding="utf-8")
-    n = sum(p.numel() for p in model.parameters())
-    say(f"{s.model}: {n:,} parameters, float32 on {s.device}, {n * 16 / 2**30:.2g} GiB with gradients and AdamW, "
-        f"plus activations; {len(questions):,} questions to train on, {len(held_out):,} held out")
+    (output / "partial").write_text(json.dumps(asdict(s), indent=1) + "\n", encoding="utf-8")
+    os.replace(output / "partial", output / "settings.json")
+    say(f"{s.model}: {model.num_parameters():,} parameters, float32 on {s.device}, "
+        f"{model.num_parameters() * 16 / 2**30:.2g} GiB with gradients and AdamW, plus activations; "
+        f"{len(questions):,} questions to train on, {len(held_out):,} held out")
     if not tokenizer.chat_template:
         say("note: no chat template: the model is given the bare question, and not told of '#### number'")
     return dict(model=model, tokenizer=tokenizer, questions=questions, held_out=held_out, state=state)
@@ -494,7 +495,6 @@ def main(argv=None):
     say(f"{s.output_dir}: metrics.png shows the run, model/ is the model after step {rows[-1]['step']}")
     if rows[-1]["step"] < s.max_steps:
         sys.exit(130)  # as after any Ctrl-C
-
 
 if __name__ == "__main__":
     main()

@@ -127,7 +127,10 @@ def tiny_world(seed, root="runs"):
             train_math.say("the first --tiny of a seed makes its model: a cold start of half a minute")
             questions, tokenizer = tiny_questions(seed), tiny_tokenizer()
             model = tiny_model(tokenizer, seed)
-            tiny_cold_start(model, tokenizer, questions[:-256], seed)  # the last 256 are held out
+            try:
+                tiny_cold_start(model, tokenizer, questions[:-256], seed)  # the last 256 are held out
+            except KeyboardInterrupt:
+                sys.exit("\nstopped: a cold start is saved at its end alone, so the next --tiny starts it anew")
             save_world(folder, model, tokenizer, questions)
     return str(folder / "model"), str(folder / "questions.jsonl")
 
@@ -150,8 +153,13 @@ def main(argv=None):
         parser.error("--steps, --batch_size and --learning_rate must be above 0")
     if a.output_dir.exists():
         parser.error(f"--output_dir {a.output_dir} is there already")
-    questions = train_math.load_questions(a.dataset, "train")
-    model, tokenizer = train_math.load(a.model, a.device)
+    try:
+        at = f"--dataset {a.dataset}"
+        questions = train_math.load_questions(a.dataset, "train")
+        at = f"--model {a.model}, --device {a.device}"
+        model, tokenizer = train_math.load(a.model, a.device)
+    except Exception as error:
+        sys.exit(f"cold_start.py: {at}: " + " ".join(str(error).split())[:300])
     rng, aside = random.Random(a.seed), a.output_dir.with_suffix(".partial")
     supervise(model, tokenizer, lambda: rng.choice(questions), a.steps, a.batch_size, a.learning_rate, "cold start")
     model.save_pretrained(aside)
