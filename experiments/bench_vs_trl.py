@@ -13,7 +13,8 @@ must give one loss and one gradient on one frozen rollout.
 
 A round is our step, then each of TRL's. Times are process CPU seconds. Memory is the peak of a turn over what the
 process held when the turn began, so without weights and AdamW's state, which are the same for all. The last line
-is one JSON object; results/bench_vs_trl/ gets each round's figures and table.md.
+is one JSON object; results/bench_vs_trl/, or --output_dir, gets each round's figures and table.md. `--device cuda`,
+with the wall clock and the GPU's memory instead, has never run on a GPU.
 """
 import argparse
 import ctypes
@@ -43,6 +44,7 @@ except ImportError:
 
 import train_math
 from gspo import gspo_loss
+from plot import read
 
 PROMPTS, GROUP, MINIBATCHES = {512: 16, 151936: 4}, 8, 4
 END = 1
@@ -57,7 +59,7 @@ def make_tokenizer(vocabulary):
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1", unk_token="w2")
 
 
-def make_model(vocabulary, end):
+def make_model(vocabulary, end, device):
     """Random weights, and a bias on the head that sets the probability of the end token, in every position."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
@@ -66,7 +68,7 @@ def make_model(vocabulary, end):
         pad_token_id=0)).eval()
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(vocabulary), requires_grad=False)
     model.lm_head.bias[END] = math.log(vocabulary * end / (1 - end)) if end else -1e4
-    return model
+    return model.to(device)
 
 
 def make_questions(n, vocabulary, workload):
@@ -115,19 +117,19 @@ class Ours:
 
     def __init__(self, model, job):
         settings = train_math.Settings(
-            output_dir=tempfile.mkdtemp(), device="cpu", group_size=GROUP, prompts_per_step=PROMPTS[job.vocabulary],
+            device=job.device, group_size=GROUP, prompts_per_step=PROMPTS[job.vocabulary],
             minibatches=MINIBATCHES, micro_batch_tokens=job.rows * (job.prompt[1] + job.length), learning_rate=1e-6,
             max_completion_length=job.length, eps_low=3e-4, eps_high=4e-4, max_steps=job.rounds, format_weight=0.0)
         questions = [{"question": q, "answer": "#### 0"} for q in job.questions]
-        turns = Turns(lambda: train_math.train(settings, model, job.tokenizer, questions, []))
+        self.play = Turns(lambda: train_math.train(settings, model, job.tokenizer, questions, []))
 
-        def report_step(output, s, row):
-            self.row = row
-            turns.pause()
+        def report(rows, s):
+            self.row = rows[-1]
+            if self.row["step"]:
+                self.play.pause()
 
-        train_math.report_step, train_math.save = report_step, lambda *args: None
+        train_math.report, train_math.save = report, lambda *args: None
         train_math.correctness_reward = lambda prompts, texts, answer: reward_of(job)(completions=texts)
-        self.play = turns
 
     def phases(self):
         return {"rollout": self.row["seconds_rollout"], "old log-probs": self.row["seconds_old_log_probs"]}
@@ -145,8 +147,8 @@ class TRL(TrainerCallback):
             per_device_train_batch_size=job.rows // parts, gradient_accumulation_steps=parts,
             steps_per_generation=MINIBATCHES * parts, num_generations=GROUP, max_completion_length=job.length,
             max_steps=MINIBATCHES * (job.rounds + 1), learning_rate=1e-6, adam_beta2=0.95, max_grad_norm=1.0,
-            bf16=False, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=10**6,
-            shuffle_dataset=False, output_dir=tempfile.mkdtemp(), **options)
+            bf16=False, use_cpu=job.device == "cpu", report_to=[], save_strategy="no", disable_tqdm=True,
+            logging_steps=10**6, shuffle_dataset=False, output_dir=tempfile.mkdtemp(), **options)
         self.trainer = GRPOTrainer(model, reward_of(job), config, Dataset.from_list(
             [{"prompt": q} for q in job.questions]), processing_class=job.tokenizer, callbacks=[self])
         self.clock("_generate_and_score_completions", "rollout and old")
@@ -156,10 +158,10 @@ class TRL(TrainerCallback):
         function = getattr(self.trainer, method)
 
         def clocked(*args, **kwargs):
-            began = time.process_time()
+            began = seconds()
             result = function(*args, **kwargs)
             if on():
-                self.seconds[phase] = self.seconds.get(phase, 0) + time.process_time() - began
+                self.seconds[phase] = self.seconds.get(phase, 0) + seconds() - began
             return result
         setattr(self.trainer, method, clocked)
 
@@ -179,8 +181,18 @@ class TRL(TrainerCallback):
         return self.trainer._metrics["train"]["completions/mean_length"][-1]
 
 
-def status(key):
-    """VmRSS or VmHWM, the memory that this process holds or held at its peak, in MB (Linux)."""
+def seconds():
+    """Now: this process's CPU seconds, so that other jobs on the machine do not count; with a GPU, the wall clock."""
+    if not torch.cuda.is_initialized():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def memory(key):
+    """VmRSS or VmHWM: the MB that this process (Linux), or with a GPU its tensors there, hold or held at most."""
+    if torch.cuda.is_initialized():
+        return {"VmRSS": torch.cuda.memory_allocated, "VmHWM": torch.cuda.max_memory_allocated}[key]() / 2**20
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) / 1024
 
@@ -190,11 +202,12 @@ def play(side):
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier turn freed goes back first
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
-    held, began = status("VmRSS"), time.process_time()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    held, began = memory("VmRSS"), seconds()
     side.play()
-    seconds = time.process_time() - began
-    phases = side.phases()
-    return {"seconds": seconds, **phases, "update": seconds - sum(phases.values()), "peak_mb": status("VmHWM") - held,
+    took, phases = seconds() - began, side.phases()
+    return {"seconds": took, **phases, "update": took - sum(phases.values()), "peak_mb": memory("VmHWM") - held,
             "response_length": side.length()}
 
 
@@ -202,14 +215,15 @@ def same_maths(side, job):
     """Largest difference between our loss and gradient and TRL's, on a frozen rollout, after the policy moved."""
     model, prompts = side.trainer.model, [train_math.encode_prompt(job.tokenizer, q) for q in job.questions[:2]]
     torch.manual_seed(0)
-    responses, _ = train_math.rollout(model, prompts, GROUP, job.length, 1.0, torch.tensor([END]))
-    asked, advantages = [p for p in prompts for _ in range(GROUP)], torch.randn(2 * GROUP)
-    batch = train_math.micro_batch(asked, responses, "cpu")
+    ends, advantages = torch.tensor([END], device=job.device), torch.randn(2 * GROUP).to(job.device)
+    responses, _ = train_math.rollout(model, prompts, GROUP, job.length, 1.0, ends)
+    asked = [p for p in prompts for _ in range(GROUP)]
+    batch = train_math.micro_batch(asked, responses, job.device)
 
     def padded(rows, left, value):
         width = max(map(len, rows))
         return torch.tensor([[value] * (width - len(r)) * left + r + [value] * (width - len(r)) * (not left)
-                             for r in rows])
+                             for r in rows], device=job.device)
 
     inputs = {"prompt_ids": padded(asked, True, 0), "prompt_mask": padded([[1] * len(p) for p in asked], True, 0),
               "completion_ids": padded(responses, False, 0), "advantages": advantages,
@@ -235,14 +249,14 @@ def same_maths(side, job):
     assert abs(losses[0] - losses[1]) < 1e-6 and (ours - theirs).norm() < 1e-4 * ours.norm(), "not the same maths"
 
 
-def race(vocabulary, name, rounds, log):
-    job = SimpleNamespace(**vars(WORKLOADS[name]), vocabulary=vocabulary, rounds=rounds)
+def race(vocabulary, name, rounds, device, log):
+    job = SimpleNamespace(**vars(WORKLOADS[name]), vocabulary=vocabulary, rounds=rounds, device=device)
     job.rows = PROMPTS[vocabulary] * GROUP // MINIBATCHES  # of a minibatch, one micro-batch on either side
     job.tokenizer = make_tokenizer(vocabulary)
     job.questions = make_questions(PROMPTS[vocabulary] * (rounds + 1), vocabulary, job)
-    sides = [Ours(make_model(vocabulary, job.end), job), TRL("TRL", make_model(vocabulary, job.end), job),
-             TRL("TRL tuned", make_model(vocabulary, job.end), job, gradient_checkpointing=False,
-                 parts=job.tuned if vocabulary > 10_000 else 1)]
+    make = lambda: make_model(vocabulary, job.end, device)
+    sides = [Ours(make(), job), TRL("TRL", make(), job), TRL(
+        "TRL tuned", make(), job, gradient_checkpointing=False, parts=job.tuned if vocabulary > 10_000 else 1)]
     same_maths(sides[2], job)
     played = []
     for i in range(rounds):
@@ -277,18 +291,19 @@ def main():
     parser.add_argument("--vocabulary", type=int, nargs="+", choices=PROMPTS, default=list(PROMPTS))
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=6, help="the first is dropped")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results" / "bench_vs_trl")
     a = parser.parse_args()
     if a.rounds < 2:
         parser.error("--rounds must be at least 2, as the first is dropped")
     torch.set_num_threads(1)
-    train_math.time = SimpleNamespace(perf_counter=time.process_time)  # other jobs on this machine do not count
+    train_math.time = SimpleNamespace(perf_counter=seconds)
     a.output_dir.mkdir(parents=True, exist_ok=True)
     with open(a.output_dir / "rounds.jsonl", "w", encoding="utf-8") as log:
         for vocabulary in a.vocabulary:
             for name in a.workload:
-                race(vocabulary, name, a.rounds, log)
-    results = summarise(train_math.read(a.output_dir / "rounds.jsonl"))
+                race(vocabulary, name, a.rounds, a.device, log)
+    results = summarise(read(a.output_dir / "rounds.jsonl"))
     show = lambda r: f"{r['median']:.2f} ({r['range'][0]:.2f} to {r['range'][1]:.2f})"
     keys = "seconds", "rollout", "old log-probs", "update"
     lines = ["Times, TRL / ours: the median of the rounds (their range)\n",

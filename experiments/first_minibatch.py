@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_math
+from plot import append, read
 
 RESULTS = Path(__file__).resolve().parent / "results" / "first_minibatch.jsonl"
 FLAGS = """--prompts_per_step 4 --group_size 4 --minibatches 2 --max_completion_length 32 --max_steps 2 --eval_size 0
@@ -25,14 +26,12 @@ if __name__ == "__main__":
     parser.add_argument("--gsm8k", type=Path, required=True, help="the folder with train.jsonl")
     args, more = parser.parse_known_args()
     train_math.correctness_reward = lambda prompts, completions, answer: [float(c.count("e") % 2) for c in completions]
-    RESULTS.parent.mkdir(exist_ok=True)
     for name in args.model:
         with tempfile.TemporaryDirectory() as folder:
             train_math.main(["--model", name, "--dataset", str(args.gsm8k / "train.jsonl"), "--output_dir",
-                             f"{folder}/run",
-                             *FLAGS, *more])
-            for row in train_math.read(Path(folder) / "run" / "metrics.jsonl"):
+                             f"{folder}/run", *FLAGS, *more])
+            for row in read(f"{folder}/run/metrics.jsonl")[1:]:
                 row = {"model": Path(name).name, **row}
-                train_math.append(RESULTS, row)
+                append(RESULTS, row)
                 print(f"{row['model']}, step {row['step']}: max |log s| of the first minibatch "
                       f"{row['log_ratio_first_max']}, std of log s later {row['log_ratio_std'] or 0:.1e}")

@@ -13,9 +13,10 @@ Published weights are bfloat16, so they lie on bf16's grid, where a small step o
 very same bf16 number. Weights in the midst of training do not: all is measured on weights moved off the grid, by
 up to half a bf16 step each, and the optimizer step on the weights as published, too.
 
-TF32 needs a GPU; here it is emulated: inputs and weights of the linear layers (not attention's) are rounded to 10
-bits and summed in float32. float16 is slow on a CPU, which says nothing about GPUs. Raw figures and
-table.md: results/precision/; precision.png beside it."""
+TF32 needs a GPU; on a CPU it is emulated: inputs and weights of the linear layers (not attention's) are rounded to
+10 bits and summed in float32. float16 is slow on a CPU, which says nothing about GPUs. `--device cuda` takes the real
+TF32 and wall-clock times; it has never run on a GPU. Raw figures and table.md: results/precision/, or --output_dir;
+precision.png beside it."""
 import argparse
 import contextlib
 import copy
@@ -25,6 +26,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
@@ -44,6 +46,15 @@ def tf32(x):
 
 
 @contextlib.contextmanager
+def real_tf32():
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
 def emulated_tf32():
     forward = torch.nn.Linear.forward
     torch.nn.Linear.forward = lambda self, x: torch.nn.functional.linear(tf32(x), tf32(self.weight), self.bias)
@@ -53,14 +64,22 @@ def emulated_tf32():
         torch.nn.Linear.forward = forward
 
 
-def autocast(dtype):  # without its cache, as that would keep the weights of before the step
-    return lambda: torch.autocast("cpu", dtype, cache_enabled=False)
+def settings(device):
+    """{name: (the weights' dtype, a context)}"""
+    def autocast(dtype):  # without its cache, as that would keep the weights of before the step
+        return lambda: torch.autocast(torch.device(device).type, dtype, cache_enabled=False)
+    tf32 = {"TF32": real_tf32} if "cuda" in device else {"TF32, emulated": emulated_tf32}
+    contexts = {"float32": contextlib.nullcontext, **tf32, "bf16 autocast": autocast(torch.bfloat16),
+                "bf16 weights": contextlib.nullcontext, "float16 autocast": autocast(torch.float16)}
+    return {name: (torch.bfloat16 if name == "bf16 weights" else torch.float32, c) for name, c in contexts.items()}
 
 
-SETTINGS = {"float32": (torch.float32, contextlib.nullcontext), "TF32, emulated": (torch.float32, emulated_tf32),
-            "bf16 autocast": (torch.float32, autocast(torch.bfloat16)),
-            "bf16 weights": (torch.bfloat16, contextlib.nullcontext),
-            "float16 autocast": (torch.float32, autocast(torch.float16))}
+def seconds(device):
+    """Now: process CPU seconds, or, on a GPU, the wall clock when it has done what it was given."""
+    if "cuda" not in device:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def file_name(setting):
@@ -83,14 +102,16 @@ def forward(model, minibatches):
                 for row, values, mask in zip(batch.rows, log_probs(model, batch), batch.mask)}
 
 
+def rollout(model, prompts, length):
+    no_ends = torch.tensor([], dtype=torch.long, device=model.device)
+    return train_math.rollout(model, prompts, GROUP, length, 1.0, no_ends)
+
+
 def decode(model, prompts, responses):
     """The sampler's log-probs (B, T) of responses that are given: what it draws is replaced by them."""
-    columns = iter(tqdm(torch.tensor(responses).T[..., None], desc="decode", leave=False))
-    draw, train_math.draw_tokens = train_math.draw_tokens, lambda probs: next(columns)
-    try:
-        return train_math.rollout(model, prompts, GROUP, len(responses[0]), 1.0, torch.tensor([], dtype=torch.long))[1]
-    finally:
-        train_math.draw_tokens = draw
+    columns = iter(tqdm(torch.tensor(responses, device=model.device).T[..., None], desc="decode", leave=False))
+    with mock.patch.object(train_math, "draw_tokens", lambda probs: next(columns)):
+        return rollout(model, prompts, len(responses[0]))[1]
 
 
 @torch.no_grad()
@@ -112,7 +133,7 @@ def float32_step(model, start, minibatch, s):
     for batch in minibatch:
         new = log_probs(model, batch)
         gspo_loss(new, new, batch.advantages, batch.mask, LOW, HIGH, denominator=GROUP).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=0).step()
     model.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
@@ -124,15 +145,15 @@ def measure(model, prompts, responses, starts, moved, build, s):
     found, sampled = {}, decode(model, prompts, responses)
     for n in LENGTHS:
         minibatches = build(n, s.micro_batch_tokens)
-        began = time.process_time()
+        began = seconds(s.device)
         old = forward(model, minibatches)
-        seconds = time.process_time() - began
+        took = seconds(s.device) - began
         compare = lambda new: log_s([new[i] for i in sorted(new)], [old[i] for i in sorted(new)])
         again = {row: values[mask].detach() for batch in minibatches[0]  # now with a graph for the gradient
                  for row, values, mask in zip(batch.rows, log_probs(model, batch), batch.mask)}
         few_rows = build(n, 3 * max(map(len, prompts)) + 3 * n)
         found[n] = {"decode": compare(dict(enumerate(sampled[:, :n]))), "again": compare(again),
-                    "rows": compare(forward(model, few_rows)), "seconds": seconds}
+                    "rows": compare(forward(model, few_rows)), "seconds": took}
         for start in STARTS:
             set_parameters(model, starts[start])
             before = old if start == STARTS[0] else forward(model, minibatches[1:])
@@ -143,10 +164,10 @@ def measure(model, prompts, responses, starts, moved, build, s):
         for batch in sum(minibatches, []):
             batch.ids, batch.mask = (torch.nn.functional.pad(x, (0, 64)) for x in (batch.ids, batch.mask))
         found[n]["padding"] = compare(forward(model, minibatches))
-    began = time.process_time()
+    began = seconds(s.device)
     for batch in build(min(LENGTHS), s.micro_batch_tokens)[0]:
         log_probs(model, batch).sum().backward()
-    return found | {"seconds with backward": time.process_time() - began}
+    return found | {"seconds with backward": seconds(s.device) - began}
 
 
 def outside(values):
@@ -207,20 +228,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gsm8k", type=Path, required=True, help="the folder with train.jsonl")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="hub id or folder")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", help="some of them, by name")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results" / "precision")
     a = parser.parse_args()
-    s = train_math.Settings(model=a.model, device="cpu", minibatches=4, group_size=GROUP)
+    s = train_math.Settings(device=a.device, minibatches=4, group_size=GROUP, micro_batch_tokens=4096)
+    chosen = {name: settings(a.device)[name] for name in a.settings or settings(a.device)}
     a.output_dir.mkdir(parents=True, exist_ok=True)
     questions = train_math.load_questions(str(a.gsm8k / "train.jsonl"), "train")[:PROMPTS]
-    model, tokenizer = train_math.load(a.model, s)
+    model, tokenizer = train_math.load(a.model, a.device)
     prompts = [train_math.encode_prompt(tokenizer, row["question"]) for row in questions]
     asked = [p for p in prompts for _ in range(GROUP)]
     torch.manual_seed(0)
     advantages = group_advantages(torch.rand(len(asked)), GROUP)
     starts = {STARTS[0]: off_the_grid(model), STARTS[1]: [p.detach().clone() for p in model.parameters()]}
     print("sampling in float32")
-    responses, _ = train_math.rollout(model, prompts, GROUP, max(LENGTHS), 1.0, torch.tensor([], dtype=torch.long))
+    responses, _ = rollout(model, prompts, max(LENGTHS))
 
     def build(n, micro_batch_tokens):
         cut = [r[:n] for r in responses]
@@ -229,12 +252,11 @@ def main():
     print("one step in float32, for each length and start")
     moved = {(start, n): float32_step(model, starts[start], build(n, s.micro_batch_tokens)[0], s)
              for start in tqdm(STARTS) for n in LENGTHS}
-    for name in tqdm(a.settings):
-        dtype, setting = SETTINGS[name]
+    for name, (dtype, setting) in tqdm(chosen.items()):
         with setting():
             found = measure(copy.deepcopy(model).to(dtype), prompts, responses, starts, moved, build, s)
         (a.output_dir / file_name(name)).write_text(json.dumps(found))
-    found = {name: json.loads(path.read_text()) for name in SETTINGS
+    found = {name: json.loads(path.read_text()) for name in settings(a.device)
              if (path := a.output_dir / file_name(name)).exists()}
     if "float32" in found:
         (a.output_dir / "table.md").write_text(table(found))
@@ -243,7 +265,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except train_math.Problem as problem:
-        sys.exit(f"precision.py: {problem}")
+    main()

@@ -13,7 +13,6 @@ starts are there (two minutes each). ratios.jsonl has a line for each model, see
 import itertools
 import json
 import math
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +20,7 @@ import torch
 
 import train_math
 from gspo import clip_fraction, sequence_ratio
+from plot import read
 
 LENGTHS, GSPO, GRPO = (8, 32, 128, 512), (3e-4, 4e-4), (0.2, 0.27)
 BINS = [10 ** (k / 8) for k in range(-56, 5)]
@@ -36,9 +36,9 @@ def after_one_rollout(model, tokenizer, questions, s, **pieces):
         batches.extend(batch for minibatch in minibatches for batch in minibatch)
         return minibatches
 
-    pieces |= {"build_minibatches": build_minibatches, "draw": lambda *_: None, "report_step": lambda *_: None}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(train_math, **pieces):
-        s.output_dir, s.max_steps, s.save_steps = folder, 1, 2
+    pieces |= {"build_minibatches": build_minibatches, "report": lambda *_: None, "save": lambda *_: None}
+    with mock.patch.multiple(train_math, **pieces):
+        s.max_steps = 1
         train_math.train(s, model, tokenizer, questions, [])
     responses = []
     for batch in batches:
@@ -67,12 +67,14 @@ def measure(responses, length):
 
 def real_weights(name, gsm8k, seed):
     s = train_math.Settings(device="cpu", seed=seed, prompts_per_step=4, group_size=4, minibatches=4,
-                            max_completion_length=512, learning_rate=1e-6, eps_low=GSPO[0], eps_high=GSPO[1])
-    model, tokenizer = train_math.load(name, s)
+                            micro_batch_tokens=4096, max_completion_length=512, learning_rate=1e-6,
+                            eps_low=GSPO[0], eps_high=GSPO[1])
+    model, tokenizer = train_math.load(name, s.device)
     odd = lambda prompts, completions, answer: [float(c.count("e") % 2) for c in completions]
-    never = lambda model, tokenizer: torch.tensor([], dtype=torch.long)
+    rollout = train_math.rollout
+    endless = lambda *arguments: rollout(*arguments[:-1], torch.tensor([], dtype=torch.long))
     questions = train_math.load_questions(str(Path(gsm8k) / "train.jsonl"), "train")[:500]
-    return after_one_rollout(model, tokenizer, questions, s, correctness_reward=odd, end_tokens=never)
+    return after_one_rollout(model, tokenizer, questions, s, correctness_reward=odd, rollout=endless)
 
 
 def histogram(responses):
@@ -140,7 +142,7 @@ def main(results, tiny_runs, model=None, gsm8k=None):
     """tiny_runs: (seed, responses) of the tiny model, one after the other. Real weights are measured if they
     are given, and otherwise shown as they were last time."""
     path = results / "ratios.jsonl"
-    before = [row for row in train_math.read(path) if row["model"] != "tiny" and not model]
+    before = [row for row in read(path) if row["model"] != "tiny" and not model]
     rows = []
     runs = (("tiny", *run) for run in tiny_runs)
     if model:

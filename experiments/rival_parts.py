@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import train_math
+from cold_start import supervise, tiny_cold_start, tiny_model, tiny_questions
 from gspo import _log_ratio, _loss, _token_mean, grpo_loss, sequence_ratio
 
 # ---- tasks: questions, and a model that solves them less often than it could --------------------------------
@@ -58,8 +59,8 @@ def long_cold_start(model, tokenizer, seed):
         def row():
             row = fibonacci(rng, *how)
             return {**row, "answer": row["worked"]}
-        train_math.supervise(model, tokenizer, row, steps, size, rate, "cold start")
-        return train_math.evaluate(model, tokenizer, probe, s, temperature=1.0)[0]["strict"]
+        supervise(model, tokenizer, row, steps, size, rate, "cold start")
+        return train_math.evaluate(model, tokenizer, probe, s, temperature=1.0)[0]["eval_strict"]
 
     torch.manual_seed(seed)
     skill = teach(250, 96, 4e-3, 1, 6)
@@ -70,19 +71,14 @@ def long_cold_start(model, tokenizer, seed):
 
 
 def short_questions(seed, n):
-    """train_math.py's own word problems, of up to 40 tokens."""
-    rows = train_math.tiny_questions(0)
+    """The word problems of train_math.py --tiny, of up to 40 tokens."""
+    rows = tiny_questions(0)
     return rows[:n] if seed == "held out" else random.Random(f"short {seed}").sample(rows[512:], n)
 
 
 def short_cold_start(model, tokenizer, seed):
-    """train_math.py's own: to write sums out, then to guess at once."""
-    s = train_math.parse_settings(["--tiny", "--seed", str(seed)])
-    train_math.cold_start(model, tokenizer, train_math.tiny_questions(0), s)
-
-
-def dense(tokenizer, seed):
-    return train_math.tiny_model(tokenizer, seed)
+    """--tiny's, too: to write sums out, then to guess at once."""
+    tiny_cold_start(model, tokenizer, tiny_questions(0), seed)
 
 
 def moe(tokenizer, seed):

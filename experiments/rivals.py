@@ -11,15 +11,12 @@ on where it stopped, arms that two experiments share are run once, and what come
 drawn, not trained. --results FOLDER starts with none: do so after any change of a setting or a piece. An
 experiment ends with NAME.md and NAME.png beside runs.jsonl. Cold starts are kept in runs/rivals."""
 import argparse
-import contextlib
-import io
 import json
 import multiprocessing
 import os
 import signal
 import statistics
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -33,14 +30,16 @@ import exact
 import ratios
 import rival_parts as parts
 import train_math
+from cold_start import tiny_model, tiny_tokenizer
+from plot import append, read
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, COLD = ROOT / "experiments" / "results" / "rivals", ROOT / "runs" / "rivals"
-COMMON = dict(tiny=True, device="cpu", format_weight=0.0, prompts_per_step=16, group_size=8, minibatches=4,
-              micro_batch_tokens=10**6, max_steps=12, save_steps=10**6)
+COMMON = dict(device="cpu", format_weight=0.0, prompts_per_step=16, group_size=8, minibatches=4,
+              rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
 LONG = dict(max_completion_length=210, learning_rate=3e-4)
-TASKS = {"long": (parts.dense, parts.long_cold_start, parts.long_questions, LONG),
-         "short": (parts.dense, parts.short_cold_start, parts.short_questions,
+TASKS = {"long": (tiny_model, parts.long_cold_start, parts.long_questions, LONG),
+         "short": (tiny_model, parts.short_cold_start, parts.short_questions,
                    dict(max_completion_length=40, learning_rate=8e-5)),
          "long_moe": (parts.moe, parts.long_cold_start, parts.long_questions, LONG)}
 KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm", "seconds_update")
@@ -131,10 +130,9 @@ def cold_start(task, cold):
     folder = COLD / f"{task}-{cold}"
     if not folder.exists():
         torch.set_num_threads(1)
-        tokenizer = train_math.tiny_tokenizer()
+        tokenizer = tiny_tokenizer()
         model = make(tokenizer, cold)
-        with contextlib.redirect_stdout(io.StringIO()):
-            teach(model, tokenizer, cold)
+        teach(model, tokenizer, cold)
         right = accuracy(model, tokenizer, task, cold)
         model.save_pretrained(aside := folder.with_suffix(".partial"))
         (aside / "right.json").write_text(json.dumps(right))
@@ -146,7 +144,7 @@ def accuracy(model, tokenizer, task, cold):
     """Share of right answers, sampled at temperature 1, to 256 questions that RL never sees."""
     torch.manual_seed(cold)
     questions = TASKS[task][2]("held out", 256)
-    return train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature=1.0)[0]["strict"]
+    return train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature=1.0)[0]["eval_strict"]
 
 
 def one_rollout(cold):
@@ -155,7 +153,7 @@ def one_rollout(cold):
     s = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=BEST["gspo"], eps_high=0.004)
     model = AutoModelForCausalLM.from_pretrained(COLD / f"long-{cold}").eval()
     questions = parts.long_questions(s.seed, s.prompts_per_step)
-    return s.seed, ratios.after_one_rollout(model, train_math.tiny_tokenizer(), questions, s)
+    return s.seed, ratios.after_one_rollout(model, tiny_tokenizer(), questions, s)
 
 
 def run(spec, cold, seed):
@@ -163,10 +161,9 @@ def run(spec, cold, seed):
     torch.set_num_threads(1)
     questions, row = TASKS[spec["task"]][2], {"arm": spec, "cold": cold, "seed": seed}
     row["start"] = cold_start(spec["task"], cold)
-    tokenizer, steps = train_math.tiny_tokenizer(), []
+    tokenizer = tiny_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(COLD / f"{spec['task']}-{cold}").eval()
-    pieces = {"draw": lambda *_: None, "report_step": lambda output, s, row: steps.append(row)}
-    losses, replay = {}, None
+    pieces, losses, replay = {"report": lambda *_: None, "save": lambda *_: None}, {}, None
     if "loss" in spec:
         losses[spec["algorithm"]] = parts.surrogate(*spec["loss"])
     if "advantages" in spec:
@@ -188,11 +185,10 @@ def run(spec, cold, seed):
     own = {name: spec[name] for name in ("algorithm", "epochs", "learning_rate", "max_steps") if name in spec}
     s = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=spec["eps"],
                 eps_high=float(f"{spec['eps'] * 4 / 3:.2g}"))
-    with (tempfile.TemporaryDirectory() as s.output_dir, mock.patch.multiple(train_math, **pieces),
-          mock.patch.dict(train_math.LOSSES, losses), contextlib.redirect_stdout(io.StringIO())):
+    with mock.patch.multiple(train_math, **pieces), mock.patch.dict(train_math.LOSSES, losses):
         try:
-            train_math.train(s, model, tokenizer, questions(seed, s.prompts_per_step * s.max_steps), [])
-        except train_math.Problem as problem:  # it diverged: no answer is right
+            steps = train_math.train(s, model, tokenizer, questions(seed, s.prompts_per_step * s.max_steps), [])[1:]
+        except FloatingPointError as problem:  # it diverged: no answer is right
             return {**row, "accuracy": 0.0, "problem": str(problem)}
     row["accuracy"] = accuracy(model, tokenizer, spec["task"], cold)
     for name in KEPT:
@@ -217,7 +213,7 @@ def run_all(arms, colds, seeds, jobs, path):
     """Cold starts and runs that are not there yet, on `jobs` processes. Returns the rows of these arms, from all
     seeds that every one of them has."""
     wanted = [(spec, cold, 100 * cold + k) for k in range(seeds) for cold in range(colds) for spec in arms]
-    there = [(row["arm"], row["cold"], row["seed"]) for row in train_math.read(path)]
+    there = [(row["arm"], row["cold"], row["seed"]) for row in read(path)]
     missing = [w for i, w in enumerate(wanted) if w not in there + wanted[:i]]
     if missing:
         starts = sorted({(spec["task"], cold) for spec, cold, _ in missing})
@@ -227,10 +223,10 @@ def run_all(arms, colds, seeds, jobs, path):
             for _ in tqdm(pool.imap_unordered(cold_start_of, starts), "cold starts", len(starts)):
                 pass
             for row in tqdm(pool.imap_unordered(run_of, missing), "runs", len(missing)):
-                train_math.append(path, row)
+                append(path, row)
             pool.close()
             pool.join()
-    rows = [row for row in train_math.read(path) if row["arm"] in arms]
+    rows = [row for row in read(path) if row["arm"] in arms]
     common = set.intersection(*({row["seed"] for row in rows if row["arm"] == arm} for arm in arms))
     return [row for row in rows if row["seed"] in common]
 

@@ -16,7 +16,9 @@ import exact
 import rival_parts as parts
 import rivals
 import train_math
+from cold_start import tiny_model, tiny_tokenizer
 from gspo import gspo_loss, grpo_loss
+from plot import append
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +102,7 @@ class TestAdvantages:
         assert parts.step_rewards("30+7=38\n", 0.0, None) == [(7, 0.0), (8, 0.0)]
 
     def test_of_steps_lie_on_the_steps_tokens_and_have_mean_0_over_the_group(self):
-        tokenizer = train_math.tiny_tokenizer()
+        tokenizer = tiny_tokenizer()
         texts = ["a1+1=2\n#### 2", "a1+1=3\n#### 3", "#### 9", "#### 2"]
         responses = [tokenizer(t).input_ids + [tokenizer.eos_token_id] for t in texts]
         credit = parts.StepAdvantages(tokenizer, modulo=10)
@@ -113,7 +115,7 @@ class TestAdvantages:
         assert abs(torch.cat([advantages[i] for i in range(4)]).mean()) < 1e-6
 
     def test_of_steps_may_add_the_one_reward(self):
-        tokenizer = train_math.tiny_tokenizer()
+        tokenizer = tiny_tokenizer()
         responses = [tokenizer(t).input_ids for t in ("a1+1=2\n#### 9", "a1+1=3\n#### 2")]
         credit = parts.StepAdvantages(tokenizer, modulo=10, both=True)
         ones = credit.group_advantages(torch.tensor([0.0, 1.0]), 2)
@@ -140,8 +142,8 @@ class TestCritic:
         assert_close(parts.gae(self.values, self.rewards, self.mask, 0.9)[0, 1].item(), expected)
 
     def test_value_head_learns_from_the_loss_and_the_policy_takes_gae(self):
-        tokenizer = train_math.tiny_tokenizer()
-        model = parts.dense(tokenizer, 0)
+        tokenizer = tiny_tokenizer()
+        model = tiny_model(tokenizer, 0)
         critic = parts.Critic(model, lam=1)
         model.value_head.bias.data.fill_(0.2)
         rewards = critic.group_advantages(torch.tensor([1.0, 0.0]), 2)
@@ -158,7 +160,7 @@ class TestCritic:
 
 class TestRoutingReplay:
     def setup(self, replay):
-        model = parts.moe(train_math.tiny_tokenizer(), 0)
+        model = parts.moe(tiny_tokenizer(), 0)
         router = parts.RoutingReplay(model, replay)
         b = train_math.micro_batch([[5, 9], [6]], [[6, 7, 8, 1], [8, 1]], "cpu")
         with torch.no_grad():
@@ -208,8 +210,8 @@ class TestRoutingReplay:
 
 class TestEngine:
     def sample(self, kind, direct, times=1):
-        tokenizer = train_math.tiny_tokenizer()
-        model = parts.dense(tokenizer, 0)
+        tokenizer = tiny_tokenizer()
+        model = tiny_model(tokenizer, 0)
         engine = parts.Engine(kind, direct)
         for _ in range(times):
             torch.manual_seed(0)
@@ -329,7 +331,7 @@ class TestRuns:
         def questions(seed, n):
             return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
         settings = dict(max_completion_length=8, learning_rate=1e-2)  # ratios above 2, too
-        for task, make in (("long", parts.dense), ("short", parts.dense), ("long_moe", parts.moe)):
+        for task, make in (("long", tiny_model), ("short", tiny_model), ("long_moe", parts.moe)):
             monkeypatch.setitem(rivals.TASKS, task, (make, lambda *_: None, questions, settings))
         small = dict(prompts_per_step=4, group_size=4, max_steps=2)
         monkeypatch.setattr(rivals, "COMMON", rivals.COMMON | small)
@@ -364,8 +366,8 @@ class TestRuns:
             row = {"arm": spec, "cold": cold, "seed": 100 * cold + k, "start": 0.3, "accuracy": i / 100,
                    "reward": [0.5], "clip_fraction": [0.25], "log_ratio_std": [None], "entropy": [0.1],
                    "experts_changed": [0.02]}
-            train_math.append(tmp_path / "runs.jsonl", row)
-        train_math.append(tmp_path / "runs.jsonl", {**row, "arm": rivals.arm("grpo", 0.3)})  # of another experiment
+            append(tmp_path / "runs.jsonl", row)
+        append(tmp_path / "runs.jsonl", {**row, "arm": rivals.arm("grpo", 0.3)})  # of another experiment
         rows = rivals.run_all(arms, colds=2, seeds=2, jobs=1, path=tmp_path / "runs.jsonl")
         assert len(rows) == 16
         line = rivals.table("moe", rows).splitlines()[3]
