@@ -11,7 +11,7 @@ Hand out my_gspo.py and this file, without gspo.py. The whole assignment leaves 
 are half of the answer, and students may write their own; a smaller one keeps them. Tests stand in the order of
 gspo.py's functions, the easy ones first, so `-x` makes them a tutorial. The first line of a failure says what
 to look at, then come the numbers. They test behaviour, in float32's accuracy: any correct implementation
-passes.
+passes. Grade a smaller assignment with, say, -k "SequenceRatio or GspoLoss": what you filled in does not count.
 
     arXiv v2         what it says                                     function           tests
     Eq. 6            (reward - mean) / standard deviation, by group   group_advantages   TestGroupAdvantages
@@ -331,16 +331,6 @@ class TestGroupAdvantages:
         got = gspo.group_advantages(torch.tensor([0.0, 2.0]), 2, std_eps=1.0)
         check(got, [-0.41421356, 0.41421356], "std_eps is an argument, added to the standard deviation itself")
 
-    @pytest.mark.parametrize("group_size", [3, 7, 8])
-    def test_is_exactly_zero_in_a_group_of_equal_rewards(self, group_size):
-        rewards = [0.0, 0.1, 0.3, 1 / 3, -0.7, 1e6]
-        for reward, dtype in itertools.product(rewards, (torch.float32, torch.float64)):
-            two_groups = torch.cat([torch.full((group_size,), reward, dtype=dtype), torch.arange(group_size)])
-            got = gspo.group_advantages(two_groups, group_size)[:group_size]
-            if not bool((got == 0).all()):
-                fail("equal rewards give exactly 0: a mean that rounds, divided by a tiny deviation, is noise",
-                     f"got {got.tolist()}")
-
     def test_computes_in_float32_at_least(self):
         rewards = torch.tensor([0.8, 0.4, 0.6, 0.5], dtype=torch.bfloat16)
         got = gspo.group_advantages(rewards, 4)
@@ -350,6 +340,15 @@ class TestGroupAdvantages:
         got = gspo.group_advantages(torch.tensor([1, 0, 0, 1]), 4)
         check(got, torch.tensor([1.0, -1, -1, 1]) * 0.5 / (1 / 3**0.5 + 1e-4),
               "integer rewards: convert to float32")
+
+    def test_is_exactly_zero_in_a_group_of_equal_rewards(self):
+        rewards = [0.0, 0.1, 0.3, 1 / 3, -0.7, 1e6]
+        for reward, dtype, group_size in itertools.product(rewards, (torch.float32, torch.float64), (3, 7, 8)):
+            two_groups = torch.cat([torch.full((group_size,), reward, dtype=dtype), torch.arange(group_size)])
+            got = gspo.group_advantages(two_groups, group_size)[:group_size]
+            if not bool((got == 0).all()):
+                fail("equal rewards give exactly 0: a mean that rounds, divided by a tiny deviation, is noise",
+                     f"got {got.tolist()}")
 
     def test_refuses_a_group_size_below_2_or_one_that_does_not_divide(self):
         for group_size in (-2, 0, 1, 3, 16):
@@ -1734,7 +1733,7 @@ class TestColdStart:
                 Path("out/cold/chat_template.jinja").unlink()
             tm.main(["--model", "out/cold", *data, "--output_dir", f"rl{template}", *FAST, "--max_steps", "2"])
             said = capsys.readouterr().err
-            for words in ("out/cold: ", " parameters", "step 2/2", "held out: ", "after step 2", "36 questions to train",
+            for words in ("new run, out/cold: ", " parameters", "step 2/2", "held out: ", "after step 2", "36 questions to train",
                           "2/2 ["):
                 assert words in said
             assert ("note: no chat template" in said) is not template

@@ -3,8 +3,8 @@
     python train_math.py --tiny     no network, no GPU, a minute or two: a Qwen3 of 100,000 parameters
     python train_math.py            the real job: Qwen2.5-0.5B-Instruct on GSM8K, one CUDA GPU
 
-The maths is gspo.py's. First reading: rollout, build_minibatches, response_log_probs, train_step. Left out:
-several GPUs, LoRA, a KL penalty, an inference engine, gradient checkpointing, warm-up, logging services.
+The maths is gspo.py's. First reading: train_step; then rollout, build_minibatches, response_log_probs. Left out:
+several GPUs, LoRA, KL penalty, inference engine, gradient checkpointing of the layers, warm-up, logging services.
 """
 import functools
 import itertools
@@ -32,7 +32,6 @@ from experiments.plot import draw
 from gspo import clip_fraction, group_advantages, grpo_loss, gspo_loss, gspo_token_loss, token_log_probs
 
 LOSSES = {"gspo": gspo_loss, "gspo_token": gspo_token_loss, "grpo": grpo_loss}
-
 # ---- settings ----------------------------------------------------------------------------------------------
 flag = lambda default, meaning: field(default=default, metadata={"help": meaning})
 
@@ -72,7 +71,7 @@ def parse_settings(argv):
     """The command line as checked Settings; a wrong flag or value exits with one line."""
     parser = HfArgumentParser(Settings, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: sys.exit(f"train_math.py: {message} (--help lists the flags)")
-    parser.set_defaults(**TINY if "--tiny" in argv else {})
+    parser.set_defaults(**TINY if any(word.startswith("--tiny") for word in argv) else {})
     s, saved = Settings(**vars(parser.parse_args(argv))), {}
     if s.resume and (path := Path(s.output_dir, "settings.json")).exists():
         try:
@@ -81,9 +80,10 @@ def parse_settings(argv):
         except (TypeError, ValueError) as error:
             parser.error(f"--resume: {path}: {error}")
     for name, value in vars(s).items():
-        least, below = AT_LEAST.get(name, 1e-30), 1 if name == "eps_low" else 2**31
+        least, below = AT_LEAST.get(name, 1e-30), 1 if name == "eps_low" else 2**31  # 1e-30 stands for above 0
         if type(value) in (int, float) and not least <= value < below:
-            parser.error(f"--{name} {value} must be at least {AT_LEAST.get(name, 'a little')} and below {below}")
+            bound = f"at least {least}" if name in AT_LEAST else "above 0"
+            parser.error(f"--{name} {value} must be {bound} and below {below}")
         if value != saved.get(name, value) and name not in MAY_CHANGE_ON_RESUME:
             parser.error(f"--resume: the run in {s.output_dir} has --{name} {saved[name]}, not {value}")
     if s.tiny and not saved and (s.model, s.dataset, s.eval_dataset) != (Settings.model, Settings.dataset, None):
@@ -139,7 +139,7 @@ def load_questions(name, split):
     questions = []
     for i, line in enumerate(lines, 1):
         try:
-            row = dict(json.loads(line or "{}"))
+            row = {**json.loads(line or "{}")}
         except (ValueError, TypeError):
             row = {}
         if isinstance(row.get("question"), str) and gold_answer(row.get("answer")) is not None:
@@ -161,8 +161,7 @@ def load_data(s):
 
 # ---- model, rollout, log-probs -----------------------------------------------------------------------------
 def load(name, device):
-    """(model, tokenizer) from a hub id or folder. Weights and matmuls are float32: bfloat16, or TF32, rounds
-    log s by as much as an update moves it, or more (experiments/precision.py)."""
+    """(model, tokenizer) from a hub id or folder, all in float32: experiments/precision.py shows why."""
     torch.set_float32_matmul_precision("highest")  # some images switch TF32 on
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)  # eval: dropout would move the ratios
@@ -202,8 +201,8 @@ def draw_tokens(probs):
 def rollout(model, prompts, group_size, max_length, temperature, ends):
     """Sample `group_size` responses to each prompt from the model itself at `temperature` (0: greedy).
     prompts: lists of token ids; ends: ids that end a response (n,). Returns the B responses, group by group, lists
-    of token ids with the end token, and the sampler's log-probs (B, max_length), 0 after the end. (`generate`
-    adds the checkpoint's own top_k and top_p: ratios would compare policies of which neither wrote the text.)"""
+    of token ids with the end token, and their log-probs (B, max_length), 0 after the end. (`generate` would add
+    the checkpoint's own top_k and top_p: ratios would compare policies of which neither wrote the text.)"""
     width = max(map(len, prompts))  # padded on the left, so that all responses start in one column
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -273,8 +272,7 @@ def response_log_probs(model, batch, temperature, at_once=None):
     hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1][batch.mask]
     head = model.get_output_embeddings()
     chunk = max(1, (at_once or (2**22 if hidden.device.type == "cpu" else 2**24)) // len(head.weight))
-    def log_probs(hidden, tokens):
-        return token_log_probs(head(hidden)[None], tokens[None], temperature)[0]
+    log_probs = lambda hidden, tokens: token_log_probs(head(hidden)[None], tokens[None], temperature)[0]
     flat = torch.cat([checkpoint(log_probs, h, y, use_reentrant=False, preserve_rng_state=False)
                       for h, y in zip(hidden.split(chunk), batch.ids[:, 1:][batch.mask].split(chunk))])
     return flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
@@ -284,6 +282,8 @@ def train_step(model, tokenizer, optimizer, questions, step, s):
     """One rollout on these questions, and the updates on it. Returns the step's row of metrics."""
     torch.manual_seed(s.seed * 1_000_003 + step)  # chance follows from (seed, step): resuming is exact
     optimizer.param_groups[0]["lr"] = s.learning_rate * (1 - 0.9 * (step - 1) / max(1, s.max_steps - 1))
+    if "cuda" in s.device:
+        torch.cuda.reset_peak_memory_stats(s.device)
     times = [time.perf_counter()]
 
     # 1 SAMPLE group_size responses to each question, from the model as it is.
@@ -304,12 +304,12 @@ def train_step(model, tokenizer, optimizer, questions, step, s):
         for batch in sum(minibatches, []):
             batch.old_log_probs = response_log_probs(model, batch, s.temperature)
     if "cuda" in s.device:
-        torch.cuda.synchronize()  # rollout and update wait for the GPU at their ends anyway
+        torch.cuda.synchronize(s.device)  # rollout and update wait for the GPU at their ends anyway
     times.append(time.perf_counter())
 
     # 4 UPDATE. ONE ROLLOUT, SEVERAL OPTIMIZER STEPS: in the first minibatch the policy is the one that sampled,
     # so every ratio is exactly 1 and no clip can act. Only the later minibatches and epochs meet a policy that
-    # has moved. With minibatches = epochs = 1 the ratio is always 1, and GSPO is REINFORCE with a group baseline.
+    # has moved. With minibatches = epochs = 1 the ratio is always 1: REINFORCE with the group's advantages.
     size, norms, seen = len(responses) // s.minibatches, [], []  # size: with the responses without gradient
     for minibatch in tqdm([m for m in minibatches if m] * s.epochs, "update, minibatches", leave=False, delay=1):
         for batch in minibatch:
@@ -323,9 +323,9 @@ def train_step(model, tokenizer, optimizer, questions, step, s):
         optimizer.zero_grad()
     times.append(time.perf_counter())
 
-    losses, log_s, clipped, tokens = zip(*seen) if seen else [[]] * 4
-    before = len(next(filter(None, minibatches), []))  # micro-batches before the first optimizer step
-    first, later = sum(log_s[:before], []), sum(log_s[before:], [])
+    losses, log_s, clipped, tokens = zip(*seen) if seen else ([], [], [], [])
+    n_first = len(next(filter(None, minibatches), []))  # micro-batches before the first optimizer step
+    first, later = sum(log_s[:n_first], []), sum(log_s[n_first:], [])
     if not all(map(math.isfinite, [*losses, *norms])) or not all(p.isfinite().all() for p in model.parameters()):
         raise FloatingPointError(f"step {step}: loss, gradient or weights are not finite: lower --learning_rate")
     lengths, phases = [len(response) for response in responses], ("rollout", "old_log_probs", "update")
@@ -345,7 +345,7 @@ def train_step(model, tokenizer, optimizer, questions, step, s):
         "log_ratio_std": torch.tensor(later).std().item() if len(later) > 1 else None,  # how far the policy moved
         "seconds": times[-1] - times[0],
         **{f"seconds_{phase}": after - before for phase, before, after in zip(phases, times, times[1:])},
-        **({"peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30} if "cuda" in s.device else {})}
+        **({"peak_memory_gib": torch.cuda.max_memory_allocated(s.device) / 2**30} if "cuda" in s.device else {})}
 
 def observe(batch, log_probs, s):
     """For the metrics: log s of a micro-batch's responses, and how many of its tokens are clipped, of how many."""
@@ -362,7 +362,7 @@ def wilson(right, n, z=1.96):
     return (centre - half) / (n + z * z), (centre + half) / (n + z * z)
 
 def evaluate(model, tokenizer, questions, s, temperature=0.0):
-    """One answer to each question, greedy unless a temperature is given: (scores with 95% intervals, answers)."""
+    """One answer to each question, greedy unless a temperature is given. Returns (shares, answers)."""
     _, texts, _ = sample(model, tokenizer, questions, 1, temperature, s)
     golds, n = [gold_answer(row["answer"]) for row in questions], len(questions)
     scores = {"eval_questions": n, "eval_format": sum(format_reward(None, texts)) / n}
@@ -376,10 +376,10 @@ def train(s, model, tokenizer, questions, held_out, state=None, stop=lambda: Fal
     """max_steps rollouts and the updates on them, or until stop(), from the beginning or the state of a save on.
     questions, held_out: [{"question", "answer"}]. Returns the rows of metrics; step 0 is an evaluation alone."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
-    rows = state["rows"] if state else []
+    rows = state.pop("rows") if state else []
     if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        model.load_state_dict(state.pop("model"))
+        optimizer.load_state_dict(state.pop("optimizer"))
     done = max(0, len(rows) - 1)
     orders = (random.Random(f"{s.seed} {epoch}").sample(questions, len(questions)) for epoch in itertools.count())
     stream = itertools.islice(itertools.chain.from_iterable(orders), done * s.prompts_per_step, None)
@@ -412,7 +412,8 @@ def report(rows, s):
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     Path(s.output_dir, "metrics.jsonl").write_text(lines, encoding="utf-8")
     shown = "reward", "response_length", "cut", "clip_fraction", "log_ratio_std", "seconds"
-    say(f"step {row['step']}/{s.max_steps}" + "".join(f"  {x} {row[x] or 0:.3g}" for x in shown if x in row))
+    shown = "".join(f"  {name} {row[name]:.3g}" for name in shown if row.get(name) is not None)
+    say(f"step {row['step']}/{s.max_steps}{shown}")
     if row.get("log_ratio_first_max"):
         say("warning: log_ratio_first_max is not 0: wrong old log-probs, or forwards that round differently")
     if len(dead) == 3 and all(dead):
@@ -426,8 +427,7 @@ def report(rows, s):
             say(f"    {answer['question']} -> {answer['response']!r}, {'right' if answer['right'] else 'wrong'}")
 
 def save(s, rows, model, tokenizer, optimizer):
-    """model/, which `from_pretrained` loads, the picture, and as a whole state.pt: all that --resume needs.
-    Random states and the place in the data are not in it: both follow from the seed and the step."""
+    """model/ for `from_pretrained`, a picture, and state.pt for --resume (chance follows from seed and step)."""
     output = Path(s.output_dir)
     try:
         state = {"rows": rows, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -467,9 +467,9 @@ def prepare(s):
         sys.exit(f"train_math.py: {at}: " + " ".join(str(error).split())[:300])
     (output / "partial").write_text(json.dumps(asdict(s), indent=1) + "\n", encoding="utf-8")
     os.replace(output / "partial", output / "settings.json")
-    say(f"{s.model}: {model.num_parameters():,} parameters, float32 on {s.device}, "
-        f"{model.num_parameters() * 16 / 2**30:.2g} GiB with gradients and AdamW, plus activations; "
-        f"{len(questions):,} questions to train on, {len(held_out):,} held out")
+    n = model.num_parameters()
+    say(f"{'resumed' if state else 'new run'}, {s.model}: {n:,} parameters, float32 on {s.device}: {n / 2**26:.2g} GiB "
+        f"with AdamW, plus activations; {len(questions):,} questions to train on, {len(held_out):,} held out")
     if not tokenizer.chat_template:
         say("note: no chat template: the model is given the bare question, and not told of '#### number'")
     return dict(model=model, tokenizer=tokenizer, questions=questions, held_out=held_out, state=state)
