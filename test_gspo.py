@@ -973,7 +973,8 @@ class TestRewards:
 
     @pytest.mark.parametrize("text", [
         "####18", "#### 18", "#### $18", "#### **18**", "#### 18.", "#### 18.0", "#### 18.00.", "#### +18",
-        "#### 018", "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18", "#### 17\nNo.\n#### 18", "#### 18, I think",
+        "#### 018", "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18", "#### 17\nNo.\n#### 18",
+        "#### 18, I think",
         "#### 18=9*2",
         "3 * 6 = 18\n#### **$18.00**", "#### 18eggs"])
     def test_reads_18(self, tm, text):
@@ -1217,16 +1218,16 @@ class TestTraining:
     def test_measures_what_the_names_of_the_metrics_say(self, tm, parity, tmp_path, monkeypatch):
         seen, sample = [], tm.sample
         monkeypatch.setattr(tm, "sample", lambda *a: seen.append(sample(*a)) or seen[-1])
-        monkeypatch.setattr(tm, "format_reward", lambda _, texts: [float(" " in text) for text in texts])
+        monkeypatch.setattr(tm, "format_reward", lambda _, texts: [float(len(text) % 2) for text in texts])
         s, rows = run(tm, tmp_path / "a", "--eval_size", "0", "--max_steps", "2", "--format_weight", "0.25")
         for row, (responses, texts, log_probs) in zip(rows[1:], seen, strict=True):
-            right, spaces = parity_reward(None, texts, None), [" " in text for text in texts]
+            right, odd = parity_reward(None, texts, None), [len(text) % 2 for text in texts]
             lengths = [len(response) for response in responses]
             assert 0 < row["cut"] == sum(n == 6 for n in lengths) / 16 and len(texts) == 16
             assert row["response_length"] == sum(lengths) / 16
-            assert row["accuracy"] == sum(right) / 16 and row["format"] == sum(spaces) / 16
+            assert row["accuracy"] == sum(right) / 16 and 0 < row["format"] == sum(odd) / 16
             assert row["reward"] == pytest.approx(row["accuracy"] + 0.25 * row["format"])
-            rewards = [r + 0.25 * f for r, f in zip(right, spaces)]
+            rewards = [r + 0.25 * f for r, f in zip(right, odd)]
             equal = sum(len(set(rewards[i:i + 4])) == 1 for i in range(0, 16, 4))
             assert row["equal_reward_groups"] == equal / 4
             assert row["entropy"] == pytest.approx(-log_probs.sum().item() / sum(lengths))
@@ -1322,10 +1323,12 @@ class TestTraining:
         assert shown.index("step 3/6") < shown.index("no gradient") < shown.index("step 4/6")
 
     def test_warns_when_the_first_ratios_are_not_1(self, tm, parity, tmp_path, monkeypatch, capsys):
-        log_probs = tm.response_log_probs
+        """Here in the second micro-batch of the first minibatch."""
+        log_probs, calls = tm.response_log_probs, itertools.count(1)
         monkeypatch.setattr(tm, "response_log_probs", lambda model, *a: log_probs(model, *a) + (
-            1e-6 * torch.is_grad_enabled()))
-        _, rows = run(tm, tmp_path / "a", "--max_steps", "1", "--eval_size", "0")
+            1e-6 * (torch.is_grad_enabled() and next(calls) == 2)))
+        _, rows = run(tm, tmp_path / "a", "--max_steps", "1", "--eval_size", "0", "--minibatches", "1",
+                      "--micro_batch_tokens", "200")
         assert rows[1]["log_ratio_first_max"] > 0
         assert "warning: log_ratio_first_max is not 0" in capsys.readouterr().err
 
@@ -1427,16 +1430,17 @@ test_gspo.run(train_math, {str(tmp_path / "killed")!r})
 
         def spoil(optimizer):
             step(optimizer)
-            if next(calls) == 11:
+            if next(calls) == 2:
                 optimizer.param_groups[0]["params"][0].data[0, 0] = bad
 
         if what == "loss":
             monkeypatch.setitem(
-                tm.LOSSES, "gspo", lambda *a, **k: loss(*a, **k) * (bad if next(calls) > 11 else 1))
+                tm.LOSSES, "gspo", lambda *a, **k: loss(*a, **k) * (bad if next(calls) > 1 else 1))
         else:
             monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
-        line = exits(tm, "--tiny", *FAST, "--output_dir", str(tmp_path / "a"))
-        assert re.search(r"step \d: .*not finite: lower --learning_rate.*The last save is good", line)
+        often = ["--minibatches", "1", "--save_steps", "1"]
+        line = exits(tm, "--tiny", *FAST, *often, "--output_dir", str(tmp_path / "a"))
+        assert re.search(r"step 3: .*not finite: lower --learning_rate.*The last save is good", line)
         state = torch.load(tmp_path / "a" / "state.pt")
         assert len(state["rows"]) == 3 and all(x.isfinite().all() for x in state["model"].values())
 
@@ -1502,7 +1506,8 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("text, words", [
         ("", "no question"), ("no json\n", "line 1: found no JSON object"),
-        ('{"question": "?"}\n', "found question;"), ('{"answer": "#### 1"}\n', "found answer;"), ('{"question": 1, "answer": "1"}\n', "line 1"),
+        ('{"question": "?"}\n', "found question;"), ('{"answer": "#### 1"}\n', "found answer;"),
+        ('{"question": 1, "answer": "1"}\n', "line 1"),
         ('{"question": "?", "answer": "none"}\n', "line 1"), ("[1]\n", "no JSON object"),
         ('"a"\n', "no JSON object"),
         ('{"question": "?", "answer": [null]}\n', "line 1"), ("[[1, 2]]\n", "line 1"),
