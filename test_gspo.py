@@ -875,7 +875,7 @@ def world(tm, cold, tmp_path_factory):
 @pytest.fixture
 def untrained(tm, cold, world, monkeypatch):
     monkeypatch.setattr(cold, "tiny_world", lambda seed: world)
-    monkeypatch.setattr(tm, "draw", lambda rows, path, eps_high: path.write_text("a picture"))  # the real one is slow
+    monkeypatch.setattr(tm, "draw", lambda rows, path, eps_high: path.write_text("fast"))
 
 
 @pytest.fixture
@@ -889,8 +889,8 @@ def default_ctrl_c():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-FAST = ["--max_steps", "6", "--save_steps", "2", "--eval_size", "4", "--prompts_per_step", "4", "--group_size", "4",
-        "--max_completion_length", "6", "--learning_rate", "1e-3"]
+FAST = ["--max_steps", "6", "--save_steps", "2", "--eval_size", "4", "--prompts_per_step", "4",
+        "--group_size", "4", "--max_completion_length", "6", "--learning_rate", "1e-3"]
 
 
 def run(tm, output_dir, *flags, stop=lambda: False):
@@ -922,7 +922,7 @@ def without_clocks(rows):
 
 def same(whole, folder):
     """Asserts that the run in this folder equals one that was never interrupted: log, weights, optimizer."""
-    expected, rows = without_clocks(read(whole[0] / "metrics.jsonl")), without_clocks(read(folder / "metrics.jsonl"))
+    expected, rows = (without_clocks(read(f / "metrics.jsonl")) for f in (whole[0], folder))
     assert rows == expected
     before, after = (torch.load(f / "state.pt") for f in (whole[0], folder))
     assert without_clocks(after["rows"]) == without_clocks(before["rows"])
@@ -971,8 +971,10 @@ class TestRewards:
     __test__ = not GRADING
 
     @pytest.mark.parametrize("text", [
-        "####18", "#### 18", "#### $18", "#### **18**", "#### 18.", "#### 18.0", "#### 18.00.", "#### +18", "#### 018",
-        "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18", "#### 17\nNo.\n#### 18", "#### 18, I think", "#### 18=9*2",
+        "####18", "#### 18", "#### $18", "#### **18**", "#### 18.", "#### 18.0", "#### 18.00.", "#### +18",
+        "#### 018", "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18", "#### 17\nNo.\n#### 18",
+        "#### 18, I think",
+        "#### 18=9*2",
         "3 * 6 = 18\n#### **$18.00**", "#### 18eggs"])
     def test_reads_18(self, tm, text):
         assert tm.extract_answer(text) == "18"
@@ -1048,7 +1050,7 @@ class TestRollout:
                     worst = ((share - p).abs() / (p * (1 - p) / n).sqrt()).max().item()
                     assert worst < 5, f"prompt {k}, position {t}: {name} is {worst:.1f} standard errors off"
 
-    @pytest.mark.parametrize("uniform", [0, 2**-24, 0.5, 1 - 2**-24])  # torch.rand gives multiples of 2^-24 below 1
+    @pytest.mark.parametrize("uniform", [0, 2**-24, 0.5, 1 - 2**-24])  # torch.rand's are multiples of 2^-24
     def test_never_draws_a_token_of_probability_0(self, tm, monkeypatch, uniform):
         monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, uniform))
         probs = torch.tensor([[0, 0, 1, 0], [0, 0.4, 0.6, 0], [0.1, 0.2, 0.3, 0.4]]).repeat(2, 1)
@@ -1087,7 +1089,7 @@ class TestRollout:
     def test_reads_each_prompt_once_and_lets_finished_rows_leave(self, tm, tiny, monkeypatch):
         model, tokenizer = tiny
         prompts, shapes, forward = [tm.encode_prompt(tokenizer, q) for q in self.QUESTIONS], [], model.forward
-        monkeypatch.setattr(model, "forward", lambda *a, **k: shapes.append(k["input_ids"].shape) or forward(*a, **k))
+        monkeypatch.setattr(model, "forward", lambda **k: shapes.append(k["input_ids"].shape) or forward(**k))
         torch.manual_seed(0)
         responses, _ = tm.rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         assert shapes[0] == (2, max(map(len, prompts))), "the prompts are read once, not once a response"
@@ -1193,20 +1195,21 @@ class TestTraining:
         folder, rows = whole
         assert read(folder / "metrics.jsonl") == json.loads(json.dumps(rows))
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
-        metrics = {"step", "reward", "accuracy", "format", "response_length", "cut", "equal_reward_groups", "entropy",
-                   "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_std", "seconds",
-                   "seconds_rollout", "seconds_old_log_probs", "seconds_update"}
+        metrics = {"step", "reward", "accuracy", "format", "response_length", "cut", "equal_reward_groups",
+                   "entropy", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_std",
+                   "seconds", "seconds_rollout", "seconds_old_log_probs", "seconds_update"}
         evaluation = {"eval_questions", "eval_format", "eval_flexible", "eval_flexible_interval", "eval_strict",
                       "eval_strict_interval", "eval_samples"}
         assert set(rows[0]) == {"step"} | evaluation
         assert all(set(row) == metrics | (evaluation if row["step"] % 2 == 0 else set()) for row in rows[1:])
-        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:]), "the first minibatch is on-policy: log s is 0"
+        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:]), "the first minibatch is on-policy"
         assert all(row["log_ratio_std"] > 0 and row["grad_norm"] > 0 for row in rows[1:])
         assert max(row["clip_fraction"] for row in rows[1:]) > 0
         names = {path.name for path in folder.iterdir()}
         assert names == {"settings.json", "metrics.jsonl", "metrics.png", "model", "state.pt", "lock"}
         assert (folder / "metrics.png").read_bytes()[1:4] == b"PNG"
-        model, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         assert len(tokenizer) == model.config.vocab_size and tokenizer.chat_template
         state = torch.load(folder / "state.pt")["model"]
         assert all(torch.equal(p, state[name]) for name, p in model.state_dict().items())
@@ -1214,16 +1217,16 @@ class TestTraining:
     def test_measures_what_the_names_of_the_metrics_say(self, tm, parity, tmp_path, monkeypatch):
         seen, sample = [], tm.sample
         monkeypatch.setattr(tm, "sample", lambda *a: seen.append(sample(*a)) or seen[-1])
-        monkeypatch.setattr(tm, "format_reward", lambda _, texts: [float(" " in text) for text in texts])
+        monkeypatch.setattr(tm, "format_reward", lambda _, texts: [float(len(text) % 2) for text in texts])
         s, rows = run(tm, tmp_path / "a", "--eval_size", "0", "--max_steps", "2", "--format_weight", "0.25")
         for row, (responses, texts, log_probs) in zip(rows[1:], seen, strict=True):
-            right, spaces = parity_reward(None, texts, None), [" " in text for text in texts]
+            right, odd = parity_reward(None, texts, None), [len(text) % 2 for text in texts]
             lengths = [len(response) for response in responses]
             assert 0 < row["cut"] == sum(n == 6 for n in lengths) / 16 and len(texts) == 16
             assert row["response_length"] == sum(lengths) / 16
-            assert row["accuracy"] == sum(right) / 16 and row["format"] == sum(spaces) / 16
+            assert row["accuracy"] == sum(right) / 16 and 0 < row["format"] == sum(odd) / 16
             assert row["reward"] == pytest.approx(row["accuracy"] + 0.25 * row["format"])
-            rewards = [r + 0.25 * f for r, f in zip(right, spaces)]
+            rewards = [r + 0.25 * f for r, f in zip(right, odd)]
             equal = sum(len(set(rewards[i:i + 4])) == 1 for i in range(0, 16, 4))
             assert row["equal_reward_groups"] == equal / 4
             assert row["entropy"] == pytest.approx(-log_probs.sum().item() / sum(lengths))
@@ -1271,9 +1274,9 @@ class TestTraining:
         assert rows[1]["grad_norm"] == pytest.approx(norm, rel=1e-3)
         assert rows[1]["loss"] == pytest.approx(-sum(advantages).item() / 16, abs=1e-5)
 
-    def test_goes_over_each_rollout_in_minibatches_as_many_times_as_epochs_say(self, tm, parity, tmp_path, monkeypatch):
+    def test_goes_over_each_rollout_as_many_times_as_epochs_say(self, tm, parity, tmp_path, monkeypatch):
         rows, observe = [], tm.observe
-        monkeypatch.setattr(tm, "observe", lambda batch, *a: rows.append([*batch.rows]) or observe(batch, *a))
+        monkeypatch.setattr(tm, "observe", lambda b, *a: rows.append([*b.rows]) or observe(b, *a))
         run(tm, tmp_path / "a", "--epochs", "2", "--minibatches", "2", "--max_steps", "1", "--eval_size", "0",
             "--micro_batch_tokens", "100000")
         assert len(rows) == 4 and rows[:2] == rows[2:]
@@ -1309,7 +1312,7 @@ class TestTraining:
 
     def test_leaves_the_weights_alone_where_all_rewards_are_equal_and_says_so_once(
             self, tm, untrained, tmp_path, monkeypatch, capsys, world):
-        monkeypatch.setattr(tm, "correctness_reward", lambda prompts, completions, answer: [0.3] * len(completions))
+        monkeypatch.setattr(tm, "correctness_reward", lambda _, texts, answer: [0.3] * len(texts))
         s, rows = run(tm, tmp_path / "a")
         assert all(row["equal_reward_groups"] == 1 and row["log_ratio_first_max"] is None for row in rows[1:])
         models = [tm.load(folder, "cpu")[0] for folder in (world[0], tmp_path / "a" / "model")]
@@ -1319,10 +1322,12 @@ class TestTraining:
         assert shown.index("step 3/6") < shown.index("no gradient") < shown.index("step 4/6")
 
     def test_warns_when_the_first_ratios_are_not_1(self, tm, parity, tmp_path, monkeypatch, capsys):
-        log_probs = tm.response_log_probs
+        """Here in the second micro-batch of the first minibatch."""
+        log_probs, calls = tm.response_log_probs, itertools.count(1)
         monkeypatch.setattr(tm, "response_log_probs", lambda model, *a: log_probs(model, *a) + (
-            1e-6 * torch.is_grad_enabled()))
-        _, rows = run(tm, tmp_path / "a", "--max_steps", "1", "--eval_size", "0")
+            1e-6 * (torch.is_grad_enabled() and next(calls) == 2)))
+        _, rows = run(tm, tmp_path / "a", "--max_steps", "1", "--eval_size", "0", "--minibatches", "1",
+                      "--micro_batch_tokens", "200")
         assert rows[1]["log_ratio_first_max"] > 0
         assert "warning: log_ratio_first_max is not 0" in capsys.readouterr().err
 
@@ -1346,7 +1351,8 @@ class TestTraining:
     @pytest.mark.parametrize("moment", [
         "settings", "update", "half a log", "evaluation", "first state.pt", "first save, before state.pt",
         "second save, in the model", "last save, before state.pt"])
-    def test_resumed_after_a_kill_equals_a_run_never_killed(self, tm, parity, tmp_path, monkeypatch, moment, whole):
+    def test_resumed_after_a_kill_equals_a_run_never_killed(
+            self, tm, parity, tmp_path, monkeypatch, moment, whole):
         class Killed(BaseException):
             pass
 
@@ -1362,7 +1368,8 @@ class TestTraining:
 
         with monkeypatch.context() as patch:
             if moment == "settings":
-                patch.setattr(tm.Path, "write_text", dies_at(1, None, lambda path, text, **k: path.write_bytes(b"{")))
+                patch.setattr(tm.Path, "write_text", dies_at(
+                    1, tm.Path.write_text, lambda path, text, **k: path.write_bytes(b"{")))
             elif moment == "update":
                 patch.setitem(tm.LOSSES, "gspo", dies_at(15, gspo.gspo_loss))
             elif moment == "half a log":
@@ -1375,7 +1382,7 @@ class TestTraining:
             elif moment == "second save, in the model":
                 from transformers import PreTrainedModel
                 patch.setattr(PreTrainedModel, "save_pretrained", dies_at(
-                    2, PreTrainedModel.save_pretrained, lambda self, folder: (folder / "model.safetensors").unlink()))
+                    2, PreTrainedModel.save_pretrained, lambda self, to: (to / "model.safetensors").unlink()))
             else:                                                        # the first os.replace is of settings.json
                 patch.setattr(tm.os, "replace", dies_at(2 if moment.startswith("first") else 4, tm.os.replace))
             with pytest.raises(Killed):
@@ -1422,15 +1429,17 @@ test_gspo.run(train_math, {str(tmp_path / "killed")!r})
 
         def spoil(optimizer):
             step(optimizer)
-            if next(calls) == 11:
+            if next(calls) == 2:
                 optimizer.param_groups[0]["params"][0].data[0, 0] = bad
 
         if what == "loss":
-            monkeypatch.setitem(tm.LOSSES, "gspo", lambda *a, **k: loss(*a, **k) * (bad if next(calls) > 11 else 1))
+            monkeypatch.setitem(
+                tm.LOSSES, "gspo", lambda *a, **k: loss(*a, **k) * (bad if next(calls) > 1 else 1))
         else:
             monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
-        line = exits(tm, "--tiny", *FAST, "--output_dir", str(tmp_path / "a"))
-        assert re.search(r"step \d: .*not finite: lower --learning_rate.*The last save is good", line)
+        often = ["--minibatches", "1", "--save_steps", "1"]
+        line = exits(tm, "--tiny", *FAST, *often, "--output_dir", str(tmp_path / "a"))
+        assert re.search(r"step 3: .*not finite: lower --learning_rate.*The last save is good", line)
         state = torch.load(tmp_path / "a" / "state.pt")
         assert len(state["rows"]) == 3 and all(x.isfinite().all() for x in state["model"].values())
 
@@ -1476,7 +1485,7 @@ class TestCommandLine:
     @pytest.mark.parametrize("flags, word", [
         ("--group_size 1", "--group_size"), ("--group_size x", "--group_size"),
         ("--group_sizes 4", "--group_sizes"), ("--rollout_rows 0", "--rollout_rows"),
-        ("--prompts_per_step 0", "--prompts_per_step"), ("--prompts_per_step 6 --minibatches 4", "--minibatches 4"),
+        ("--prompts_per_step 0", "--prompts_per_step"), ("--prompts_per_step 6", "--minibatches 4"),
         ("--algorithm ppo", "ppo"), ("--temperature 0", "--temperature"), ("--learning_rate nan", "nan"),
         ("--learning_rate -1", "--learning_rate"), ("--eps_low 0", "--eps_low"), ("--eps_low 1", "--eps_low"),
         ("--eps_high inf", "--eps_high"), ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
@@ -1495,13 +1504,15 @@ class TestCommandLine:
         assert word in line and line.startswith("train_math.py: ")
 
     @pytest.mark.parametrize("text, words", [
-        ("", "no question"), ("no json\n", "line 1: found no JSON object"), ('{"question": "?"}\n', "found question;"),
-        ('{"answer": "#### 1"}\n', "found answer;"), ('{"question": 1, "answer": "1"}\n', "line 1"),
-        ('{"question": "?", "answer": "none"}\n', "line 1"), ("[1]\n", "no JSON object"), ('"a"\n', "no JSON object"),
+        ("", "no question"), ("no json\n", "line 1: found no JSON object"),
+        ('{"question": "?"}\n', "found question;"), ('{"answer": "#### 1"}\n', "found answer;"),
+        ('{"question": 1, "answer": "1"}\n', "line 1"),
+        ('{"question": "?", "answer": "none"}\n', "line 1"), ("[1]\n", "no JSON object"),
+        ('"a"\n', "no JSON object"),
         ('{"question": "?", "answer": [null]}\n', "line 1"), ("[[1, 2]]\n", "line 1"),
         ('{"question": "?", "answer": "#### 1"}\n{"question": "?", "answer": "one"}\n', "line 2"),
         ('{"question": "?", "answer": "#### 1"}\n\nno json\n', "line 3"),
-        ('{"problem": "?", "solution": "1"}\n', "line 1: found problem, solution; wanted: an object with a question"),
+        ('{"problem": "?", "solution": "1"}\n', "line 1: found problem, solution; wanted: an object with a"),
         ("question,answer\n1+1?,2\n", "no JSON object"),
         ('[\n {"question": "?", "answer": "1"}\n]\n', "line 1: found no JSON object")])
     def test_refuses_a_bad_dataset_in_one_line_that_says_where(self, tm, tmp_path, monkeypatch, text, words):
@@ -1517,7 +1528,8 @@ class TestCommandLine:
         for size, n in (0, 0), (1, 1), (2, 2), (99, 2):
             questions, held_out = tm.load_data(tm.parse_settings(["--dataset", data, "--eval_size", str(size)]))
             assert questions + held_out == rows and len(held_out) == n
-        assert [tm.gold_answer(row["answer"]) for row in rows] == ["1", "2", "3", "4", "5", "60", *map(str, range(7, 12))]
+        golds = [tm.gold_answer(row["answer"]) for row in rows]
+        assert golds == ["1", "2", "3", "4", "5", "60", "7", "8", "9", "10", "11"]
         s = tm.parse_settings(["--dataset", data, "--eval_dataset", data, "--eval_size", "3"])
         assert tm.load_data(s) == (rows, rows[:3])
 
@@ -1528,7 +1540,8 @@ class TestCommandLine:
 
         def load_dataset(name, configuration, split):
             asked.append((name, configuration, split))
-            return datasets.Dataset.from_list([{"question": f"{split} {i}?", "answer": "#### 1"} for i in range(5)])
+            rows = [{"question": f"{split} {i}?", "answer": "#### 1"} for i in range(5)]
+            return datasets.Dataset.from_list(rows)
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         questions, held_out = tm.load_data(tm.parse_settings(["--eval_size", "2"]))
@@ -1597,7 +1610,7 @@ class TestCommandLine:
         s = tm.parse_settings(["--resume", "--output_dir", str(tmp_path / "moved")])
         saved = json.loads((whole[0] / "settings.json").read_text())
         assert vars(s) == saved | {"resume": True, "output_dir": str(tmp_path / "moved")}
-        tm.main(["--resume", "--output_dir", str(tmp_path / "moved"), "--max_steps", "7", "--micro_batch_tokens", "99"])
+        tm.main(["--resume", "--output_dir", str(tmp_path / "moved"), "--max_steps", "7", "--device", "cpu"])
         rows = read(tmp_path / "moved" / "metrics.jsonl")
         assert rows[:7] == read(whole[0] / "metrics.jsonl") and rows[7]["step"] == 7 and len(rows) == 8
 
@@ -1674,12 +1687,17 @@ class TestCommandLine:
 
     @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
     @pytest.mark.parametrize("times", [1, 2])
-    def test_saves_on_ctrl_c_and_stops_at_once_on_a_second(self, tm, parity, tmp_path, monkeypatch, capsys, times, whole):
+    def test_saves_on_ctrl_c_and_stops_at_once_on_a_second(
+            self, tm, parity, tmp_path, monkeypatch, capsys, times, whole):
         """SIGINT in the middle of step 3 of 6: the step is finished, saved, and the run can go on."""
-        build = tm.build_minibatches
-        calls = itertools.count(1)
-        monkeypatch.setattr(tm, "build_minibatches", lambda *a: (
-            [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)] if next(calls) == 3 else None, build(*a))[1])
+        build, calls = tm.build_minibatches, itertools.count(1)
+
+        def interrupted(*arguments):
+            for _ in range(times if next(calls) == 3 else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+            return build(*arguments)
+
+        monkeypatch.setattr(tm, "build_minibatches", interrupted)
         with pytest.raises(SystemExit) as stop:
             tm.main(["--tiny", *FAST, "--output_dir", str(tmp_path / "a")])
         said = capsys.readouterr().err + str(stop.value.code)
@@ -1699,7 +1717,8 @@ class TestCommandLine:
 class TestColdStart:
     __test__ = not GRADING
 
-    def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(self, tm, cold, tmp_path, capsys, monkeypatch):
+    def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(
+            self, tm, cold, tmp_path, capsys, monkeypatch):
         """A folder, a .jsonl, a pad token that is the end token, a chat template or none: all but hub and GPU."""
         monkeypatch.chdir(tmp_path)
         tokenizer = cold.tiny_tokenizer()
@@ -1733,14 +1752,15 @@ class TestColdStart:
                 Path("out/cold/chat_template.jinja").unlink()
             tm.main(["--model", "out/cold", *data, "--output_dir", f"rl{template}", *FAST, "--max_steps", "2"])
             said = capsys.readouterr().err
-            for words in ("new run, out/cold: ", " parameters", "step 2/2", "held out: ", "after step 2", "36 questions to train",
-                          "2/2 ["):
+            for words in ("new run, out/cold: ", " parameters", "36 questions to train", "4 held out", "step 2/2",
+                          "held out: ", "after step 2", "2/2 ["):
                 assert words in said
             assert ("note: no chat template" in said) is not template
             assert len(read(Path(f"rl{template}") / "metrics.jsonl")) == 3
 
     @pytest.mark.parametrize("flags, word", [
-        ("--dataset nowhere.jsonl", "nowhere.jsonl"), ("--dataset q.jsonl --model ./no/where", "--model ./no/where")])
+        ("--dataset nowhere.jsonl", "nowhere.jsonl"),
+        ("--dataset q.jsonl --model ./no/where", "--model ./no/where")])
     def test_refuses_what_is_not_there_in_one_line(self, cold, tmp_path, monkeypatch, flags, word):
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "q.jsonl", [{"question": "?", "answer": "#### 1"}])
@@ -1761,7 +1781,7 @@ class TestColdStart:
         monkeypatch.setattr(cold, "tiny_cold_start", interrupted)
         with pytest.raises(SystemExit, match="anew"):
             cold.tiny_world(3, tmp_path)
-        monkeypatch.setattr(cold, "tiny_cold_start", lambda model, tokenizer, questions, seed: made.append(questions))
+        monkeypatch.setattr(cold, "tiny_cold_start", lambda model, tokenizer, rows, seed: made.append(rows))
         with monkeypatch.context() as patch:
             patch.setattr(cold.os, "rename", interrupted)
             with pytest.raises(KeyboardInterrupt):
