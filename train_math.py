@@ -326,7 +326,7 @@ def train_step(model, tokenizer, optimizer, questions, step, s):
     losses, log_s, clipped, tokens = zip(*seen) if seen else ([], [], [], [])
     n_first = len(next(filter(None, minibatches), []))  # micro-batches before the first optimizer step
     first, later = sum(log_s[:n_first], []), sum(log_s[n_first:], [])
-    if not all(map(math.isfinite, [*losses, *norms])) or not all(p.isfinite().all() for p in model.parameters()):
+    if not all(p.isfinite().all() for p in model.parameters()):  # as they are not, after a loss that was not
         raise FloatingPointError(f"step {step}: loss, gradient or weights are not finite: lower --learning_rate")
     lengths, phases = [len(response) for response in responses], ("rollout", "old_log_probs", "update")
     return {

@@ -24,24 +24,27 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import train_math
 
 
-def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name):
-    """`steps` supervised batches on answers of rows that draw_row() gives, without calculator marks <<...>>."""
+def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name, at_once=None):
+    """`steps` supervised batches on answers of rows that draw_row() gives, without calculator marks <<...>>;
+    at_once of a batch go through the model together (default: all), which sets the memory."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0, fused=True)
-    bar = tqdm(range(steps), desc=name, leave=False)
+    at_once, bar = at_once or batch_size, tqdm(range(steps), desc=name, leave=False)
     for step in bar:
         optimizer.param_groups[0]["lr"] = learning_rate * min(1, (step + 1) / 20) * (1 - 0.9 * step / steps)
         rows = [draw_row() for _ in range(batch_size)]
-        answers = [re.sub(r"<<[^>]*>>", "", row["answer"]) for row in rows]
-        batch = train_math.micro_batch(
-            [train_math.encode_prompt(tokenizer, row["question"]) for row in rows],
-            [tokenizer(a, add_special_tokens=False).input_ids + [tokenizer.eos_token_id] for a in answers],
-            model.device)
-        loss = -train_math.response_log_probs(model, batch, 1.0).sum() / batch.mask.sum()
-        loss.backward()
+        prompts = [train_math.encode_prompt(tokenizer, row["question"]) for row in rows]
+        answers = [tokenizer(re.sub(r"<<[^>]*>>", "", row["answer"]), add_special_tokens=False).input_ids
+                   + [tokenizer.eos_token_id] for row in rows]
+        total, tokens = 0.0, sum(map(len, answers))
+        for i in range(0, batch_size, at_once):
+            batch = train_math.micro_batch(prompts[i:i + at_once], answers[i:i + at_once], model.device)
+            loss = -train_math.response_log_probs(model, batch, 1.0).sum() / tokens
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+        bar.set_postfix(loss=f"{total:.3f}")
 
 
 # ---- the world of --tiny ------------------------------------------------------------------------------------
@@ -161,7 +164,8 @@ def main(argv=None):
     except Exception as error:
         sys.exit(f"cold_start.py: {at}: " + " ".join(str(error).split())[:300])
     rng, aside = random.Random(a.seed), a.output_dir.with_suffix(".partial")
-    supervise(model, tokenizer, lambda: rng.choice(questions), a.steps, a.batch_size, a.learning_rate, "cold start")
+    supervise(model, tokenizer, lambda: rng.choice(questions), a.steps, a.batch_size, a.learning_rate, "cold start",
+              at_once=2)
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     os.rename(aside, a.output_dir)
