@@ -233,6 +233,9 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results" / "precision")
     a = parser.parse_args()
     s = train_math.Settings(device=a.device, minibatches=4, group_size=GROUP, micro_batch_tokens=4096)
+    unknown = set(a.settings or []) - set(settings(a.device))
+    if unknown:
+        parser.error(f"--settings: {', '.join(unknown)} is none of {', '.join(settings(a.device))}")
     chosen = {name: settings(a.device)[name] for name in a.settings or settings(a.device)}
     a.output_dir.mkdir(parents=True, exist_ok=True)
     questions = train_math.load_questions(str(a.gsm8k / "train.jsonl"), "train")[:PROMPTS]
