@@ -95,14 +95,15 @@ def moe(tokenizer, seed):
 # ---- losses and advantages ----------------------------------------------------------------------------------
 
 
-def surrogate(weight, gate, cap=None, side="both", shuffled=None):
+def surrogate(weight, gate, cap=None, side="both", shuffled=None, negatives=1.0):
     """A loss in which token t of response i weighs w_{i,t} A_i / |y_i|, or nothing where the gate's ratio is
     clipped.
 
     weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most `cap`; the
     gate clips on both sides, or only "above" (where A > 0), or only "below" (A < 0). shuffled: as many
-    responses are taken out, but at random, from "all", or from those whose A has the same "sign". (token,
-    token) has GRPO's gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
+    responses are taken out, but at random, from "all", or from those whose A has the same "sign". An A < 0
+    counts `negatives` times. (token, token) has GRPO's gradient, Eq. 12, (sequence, sequence) GSPO's, Eq. 10.
+    Its value is not theirs."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         with torch.no_grad():
             token = _log_ratio(log_probs, old_log_probs, mask).exp()
@@ -115,7 +116,8 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None):
                 members = torch.ones_like(advantages) if shuffled == "all" else advantages > 0
                 for rows in (members.nonzero()[:, 0], (members == 0).nonzero()[:, 0]):
                     clipped[rows] = clipped[rows[torch.randperm(len(rows))]]
-            coefficient = (ratios[weight].clamp(max=cap or torch.inf) * a).masked_fill(clipped, 0)
+            pushed = a.where(a > 0, negatives * a)
+            coefficient = (ratios[weight].clamp(max=cap or torch.inf) * pushed).masked_fill(clipped, 0)
         return _loss(_token_mean(coefficient * log_probs, mask), denominator)
     return loss
 

@@ -93,6 +93,13 @@ EXPERIMENTS = {
         "long responses, 4 epochs a rollout": factorial(0.003, 0.1),
         "the same, 1 epoch a rollout": factorial(0.003, 0.1, epochs=1),
         "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
+    "negatives": {
+        "no gate, weight 1": {"GSPO": arm(GSPO, 0.003), "A < 0 times 1": arm(GSPO, 0.99, loss=["one", "one", None])} | {
+            f"A < 0 times {x:g}": arm(GSPO, 0.99, loss=["one", "one", None, "both", None, x])
+            for x in (0.5, 0.36, 0.25, 0)},
+        "GRPO's gate and weight": {"A < 0 times 1": arm(GRPO, 0.1)} | {
+            f"A < 0 times {x:g}": arm(GRPO, 0.1, loss=["token", "token", None, "both", None, x])
+            for x in (0.25, 0)}},
     "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
                       "6e-4": both(**BEST, learning_rate=6e-4)},
     "long_run": {"40 rollouts, lower clip range": {

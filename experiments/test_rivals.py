@@ -80,6 +80,14 @@ class TestSurrogate:
             assert draws.any(dim=0).all() and len(draws.unique(dim=0)) > 1, "and each response may be among them"
         assert (draws[:, right].sum(dim=1) == own[right].sum()).all(), "as many of each sign"
 
+    @pytest.mark.parametrize("share", [0.25, 0.0])
+    def test_counts_what_is_pushed_down_as_told(self, batch, share):
+        plain, less = (gradient(parts.surrogate("token", "token", None, "both", None, x), batch, 0.1, 0.2)
+                       for x in (1.0, share))
+        down = (batch[2] < 0)[:, None]
+        assert (plain != 0)[down.expand_as(plain)].any()
+        assert_close(less, torch.where(down, share * plain, plain))
+
     def test_caps_the_weight(self, batch):
         capped, free, plain = (gradient(parts.surrogate(weight, "one", cap), batch, 0, 0)
                                for weight, cap in (("token", 1.1), ("token", None), ("one", None)))
