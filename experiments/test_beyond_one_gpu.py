@@ -355,3 +355,4 @@ def test_verls_default_aggregation_is_not_gspo():
 
 if __name__ == "__main__":
     train_on_given_completions(sys.argv[1])
+    os._exit(0)  # gloo's threads abort a usual exit now and then
