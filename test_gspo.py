@@ -1,6 +1,6 @@
 r"""The specification of gspo.py and train_math.py, and the grader of a student's gspo.py.
 
-    python -m pytest                                              test both, about a minute on a CPU
+    python -m pytest                                              test both, one to two minutes on a CPU
     python test_gspo.py > my_gspo.py                              the assignment: gspo.py without answers
     python test_gspo.py gspo_loss > my_gspo.py                    a smaller one: gspo_loss alone is blank
     GSPO=my_gspo.py python -m pytest -x test_gspo.py              the student's loop
@@ -1470,13 +1470,16 @@ test_gspo.run(train_math, {str(tmp_path / "killed")!r})
         from experiments import plot
         kept = []
         monkeypatch.setattr(plt, "close", kept.append)
-        assert plot.draw({"gspo": whole[1]}, tmp_path / "picture.png", eps_high=0.04)
+        plot.draw({"gspo": whole[1]}, tmp_path / "picture.png", eps_high=0.04)
+        assert (tmp_path / "picture.png").stat().st_size > 1000
         axes = kept[0].axes
         for axis, name in zip(axes, ("reward", "response_length", "clip_fraction", "log_ratio_std"), strict=True):
             assert axis.lines[0].get_xydata().tolist() == [[row["step"], row[name]] for row in whole[1][1:]]
         bars = [line.get_ydata() for line in axes[0].lines[1:] if len(line.get_xdata()) == 2]
         assert [tuple(bar) for bar in bars] == [tuple(row["eval_strict_interval"]) for row in whole[1][::2]]
         assert 0.04 in axes[3].lines[1].get_ydata()
+        plot.draw({"still": [row | {"log_ratio_std": None} for row in whole[1]]}, tmp_path / "picture.png")
+        assert len(kept[1].axes[3].lines[0].get_xdata()) == 0, "nothing is drawn where nothing was measured"
 
 
 class TestCommandLine:

@@ -5,6 +5,7 @@
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 
@@ -30,19 +31,19 @@ PANELS = {"reward": "mean reward of the samples (line)\nheld-out accuracy, 95% i
 
 
 def draw(runs, path, eps_high=None):
-    """A picture of runs, {label: rows of metrics}, with GSPO's upper clip range if it is given. Returns whether
-    there is one: without matplotlib there is none."""
+    """A picture of runs, {label: rows of metrics}, with GSPO's upper clip range if it is given."""
     try:
         import matplotlib
     except ImportError:
-        return False
+        return print("no picture without matplotlib: pip install matplotlib", file=sys.stderr)
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.6), layout="constrained")
     for i, (label, rows) in enumerate(runs.items()):
         for axis, name in zip(axes, PANELS):
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            axis.plot(*zip(*points), ".-", color=f"C{i}", alpha=0.8, label=label)
+            known = [row for row in rows if row.get(name) is not None]
+            axis.plot([row["step"] for row in known], [row[name] for row in known], ".-", color=f"C{i}", alpha=0.8,
+                      label=label)
         for row in rows:
             if "eval_strict" in row:
                 axes[0].plot([row["step"]] * 2, row["eval_strict_interval"], "_-", color=f"C{i}", alpha=0.5)
@@ -56,7 +57,6 @@ def draw(runs, path, eps_high=None):
         axes[3].legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
-    return True
 
 
 if __name__ == "__main__":

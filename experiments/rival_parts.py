@@ -12,7 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import train_math
-from cold_start import supervise, tiny_cold_start, tiny_model, tiny_questions
+from cold_start import supervise, tiny_cold_start, tiny_questions
 from gspo import _log_ratio, _loss, _token_mean, grpo_loss, sequence_ratio
 
 # ---- tasks: questions, and a model that solves them less often than it could --------------------------------
