@@ -18,6 +18,7 @@ import signal
 import statistics
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -29,8 +30,10 @@ from transformers import AutoModelForCausalLM
 import exact
 import ratios
 import rival_parts as parts
+import successors
 import train_math
 from cold_start import tiny_model, tiny_tokenizer
+from gspo import gspo_token_loss, grpo_loss
 from plot import append, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,11 +41,18 @@ RESULTS, COLD = ROOT / "experiments" / "results" / "rivals", ROOT / "runs" / "ri
 COMMON = dict(device="cpu", format_weight=0.0, prompts_per_step=16, group_size=8, minibatches=4,
               rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
 LONG = dict(max_completion_length=210, learning_rate=3e-4)
+CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
 TASKS = {"long": (tiny_model, parts.long_cold_start, parts.long_questions, LONG),
          "short": (tiny_model, parts.short_cold_start, parts.short_questions,
                    dict(max_completion_length=40, learning_rate=8e-5)),
-         "long_moe": (parts.moe, parts.long_cold_start, parts.long_questions, LONG)}
-KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm", "seconds_update")
+         "long_moe": (parts.moe, parts.long_cold_start, parts.long_questions, LONG),
+         "unfinished": (tiny_model, partial(parts.long_cold_start, sloppy=False), parts.long_questions, LONG)}
+TASKS |= {f"{tokens} tokens": (tiny_model, partial(parts.long_cold_start, least=least, most=most),
+                               partial(parts.long_questions, least=least, most=most),
+                               dict(max_completion_length=6 * most + 18, learning_rate=3e-4))
+          for tokens, (least, most) in CHAINS.items()}
+KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm", "seconds",
+        "seconds_update")
 
 # ---- the experiments: {panel: {label: arm}} ----------------------------------------------------------------
 
@@ -80,7 +90,22 @@ def both(gspo, grpo, label="", **more):
     return {f"GSPO{label}": arm(GSPO, gspo, **more), f"GRPO{label}": arm(GRPO, grpo, **more)}
 
 
+def after(name, eps, **more):
+    """A successor, with its own two numbers as eps; successors.py says what they are."""
+    return arm(GSPO, eps, successor=name, **more)
+
+
 BEST = dict(gspo=0.003, grpo=0.1)  # of clip_range, on the long task
+NO_GATE = arm(GSPO, 0.99, loss=["one", "one", None])
+SUCCESSORS = {  # the first: of the paper or, if it tells none, in use
+    "sapo": ([1.05, 1.0], [5.25, 5], [21, 20], [84, 80]),
+    "cispo": ([1, 5.0], [1, 1.0], [1, 0.28], [1, 0.1]),
+    "gmpo": ([0.4, 0.4], [0.2, 0.2], [0.1, 0.1], [0.03, 0.03]),
+    "fspo": ([0.03, 0.03], [0.01, 0.01], [0.1, 0.1], [0.3, 0.3]),
+    "luspo": ([2e-3, 2.5e-3], [3e-4, 4e-4], [6e-3, 8e-3], [0.02, 0.027]),
+    "dapo": ([0.2, 0.28], [0.1, 0.14], [0.05, 0.07], [0.5, 0.7]),
+    "dr_grpo": ([0.2, 0.2], [0.1, 0.1], [0.05, 0.05], [0.5, 0.5])}
+TUNED = {name: ranges[0] for name, ranges in SUCCESSORS.items()}  # of successors_range, by its probe questions
 EXPERIMENTS = {
     "clip_range": {
         f"{algorithm.upper()}'s clip range, {task} responses": {
@@ -100,6 +125,30 @@ EXPERIMENTS = {
         "GRPO's gate and weight": {"A < 0 times 1": arm(GRPO, 0.1)} | {
             f"A < 0 times {x:g}": arm(GRPO, 0.1, loss=["token", "token", None, "both", None, x])
             for x in (0.25, 0)}},
+    "successors_range": {name: {str(eps): after(name, eps) for eps in ranges} for name, ranges in SUCCESSORS.items()},
+    "successors": {panel: both(*ranges, **more) | {
+        f"{name}, {whose}": after(name, eps, **more) for name in SUCCESSORS
+        for whose, eps in (("as published", SUCCESSORS[name][0]), ("tuned", TUNED[name]))}
+        for panel, ranges, more in (("long responses, 4 epochs a rollout", BEST.values(), {}),
+                                    ("the same, 1 epoch a rollout", BEST.values(), {"epochs": 1}),
+                                    ("short responses, 4 epochs", (0.03, 0.2), {"task": "short"}))},
+    "noise": {
+        f"{epochs} epochs, noise on log s in the gate": {
+            f"{sd:g}": arm(GSPO, 0.003, epochs=epochs, **({"noise": sd} if sd else {}))
+            for sd in (0, 0.003, 0.01, 0.03, 0.1, 0.3, 1)} for epochs in (4, 1)} | {
+        "training forward in bf16": both(**BEST, autocast=True) | {"GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True)}},
+    "length": {f"{tokens} tokens": {
+        f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, f"{tokens} tokens")
+        for algorithm, ranges in ((GSPO, (3e-4, 0.003, 0.01, 0.03, 0.1)), (GRPO, (0.01, 0.03, 0.1, 0.2, 0.5)))
+        for eps in ranges} for tokens in CHAINS},
+    "unfinished": {"40 rollouts": {label: {**spec, "task": "unfinished", "max_steps": 40}
+                                   for label, spec in both(**BEST).items()}},
+    "collapse": {"from a policy that a run without a gate has ruined": both(**BEST, first=NO_GATE),
+                 "from GSPO's policy": {"no gate": {**NO_GATE, "first": arm(GSPO, 0.003)}}},
+    "corrected": {name: {f"{algorithm.upper()}, {way}": arm(algorithm, BEST[algorithm], engine=[kind, False, way])
+                         for algorithm in (GSPO, GRPO) for way in ways}
+                  for name, kind, ways in (("8-bit weights", "float8", ("tis",)),
+                                           ("4 rollouts old", "stale", ("tis", "icepop")))},
     "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
                       "6e-4": both(**BEST, learning_rate=6e-4)},
     "long_run": {"40 rollouts, lower clip range": {
@@ -132,7 +181,7 @@ def settings_of(task):
 
 
 def cold_start(task, cold):
-    """Make the folder of a cold start, unless it is there. Returns its accuracy."""
+    """Make the folder of a cold start, unless it is there. Returns its accuracy by temperature, 0 being greedy."""
     make, teach, questions, settings = TASKS[task]
     folder = COLD / f"{task}-{cold}"
     if not folder.exists():
@@ -140,18 +189,18 @@ def cold_start(task, cold):
         tokenizer = tiny_tokenizer()
         model = make(tokenizer, cold)
         teach(model, tokenizer, cold)
-        right = accuracy(model, tokenizer, task, cold)
+        right = {t: accuracy(model, tokenizer, task, cold, temperature=t) for t in (1.0, 0.6, 0.3, 0.0)}
         model.save_pretrained(aside := folder.with_suffix(".partial"))
         (aside / "right.json").write_text(json.dumps(right))
         aside.rename(folder)
     return json.loads((folder / "right.json").read_text())
 
 
-def accuracy(model, tokenizer, task, cold):
-    """Share of right answers, sampled at temperature 1, to 256 questions that RL never sees."""
+def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
+    """Share of right answers to 256 questions: "held out", which RL never sees, or others, to choose ranges by."""
     torch.manual_seed(cold)
-    questions = TASKS[task][2]("held out", 256)
-    return train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature=1.0)[0]["eval_strict"]
+    questions = TASKS[task][2](name, 256)
+    return train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature)[0]["eval_strict"]
 
 
 def one_rollout(cold):
@@ -163,18 +212,21 @@ def one_rollout(cold):
     return s.seed, ratios.after_one_rollout(model, tiny_tokenizer(), questions, s)
 
 
-def run(spec, cold, seed):
-    """Train one arm; the line of runs.jsonl."""
-    torch.set_num_threads(1)
-    questions, row = TASKS[spec["task"]][2], {"arm": spec, "cold": cold, "seed": seed}
-    row["start"] = cold_start(spec["task"], cold)
-    tokenizer = tiny_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(COLD / f"{spec['task']}-{cold}").eval()
+def train(spec, model, tokenizer, seed):
+    """Train one arm. Returns its rows of metrics, and its RoutingReplay if it has one."""
     pieces, losses, replay = {"report": lambda *_: None, "save": lambda *_: None}, {}, None
     if "loss" in spec:
         losses[spec["algorithm"]] = parts.surrogate(*spec["loss"])
+    if "noise" in spec:
+        losses[spec["algorithm"]] = parts.noisy_gate(spec["noise"])
+    if "successor" in spec:
+        losses[spec["algorithm"]] = getattr(successors, spec["successor"] + "_loss")
+        if spec["successor"] == "dr_grpo":
+            pieces["group_advantages"] = successors.centred_advantages
     if "advantages" in spec:
         pieces["group_advantages"] = getattr(parts, spec["advantages"])
+    if "autocast" in spec:
+        pieces["response_log_probs"] = parts.bf16_log_probs
     if "critic" in spec:
         critic = parts.Critic(model, spec["critic"])
         losses["grpo"] = critic.loss
@@ -189,15 +241,33 @@ def run(spec, cold, seed):
     if "engine" in spec:
         engine = parts.Engine(*spec["engine"])
         pieces |= {name: getattr(engine, name) for name in ("rollout", "response_log_probs")}
+        if engine.correction:
+            token_loss = gspo_token_loss if spec["algorithm"] == GSPO else grpo_loss
+            losses[spec["algorithm"]] = partial(engine.loss, token_loss)
     own = {name: spec[name] for name in ("algorithm", "epochs", "learning_rate", "max_steps") if name in spec}
-    s = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=spec["eps"],
-                eps_high=float(f"{spec['eps'] * 4 / 3:.2g}"))
+    low, high = spec["eps"] if isinstance(spec["eps"], list) else (spec["eps"], float(f"{spec['eps'] * 4 / 3:.2g}"))
+    s = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
+    questions = TASKS[spec["task"]][2](seed, s.prompts_per_step * s.max_steps)
     with mock.patch.multiple(train_math, **pieces), mock.patch.dict(train_math.LOSSES, losses):
-        try:
-            steps = train_math.train(s, model, tokenizer, questions(seed, s.prompts_per_step * s.max_steps), [])[1:]
-        except FloatingPointError as problem:  # it diverged: no answer is right
-            return {**row, "accuracy": 0.0, "problem": str(problem)}
-    row["accuracy"] = accuracy(model, tokenizer, spec["task"], cold)
+        return train_math.train(s, model, tokenizer, questions, [])[1:], replay
+
+
+def run(spec, cold, seed):
+    """Train one arm from a cold start, or after another arm; the line of runs.jsonl."""
+    torch.set_num_threads(1)
+    start, task = cold_start(spec["task"], cold), spec["task"]
+    row = {"arm": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start}
+    tokenizer = tiny_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(COLD / f"{task}-{cold}").eval()
+    try:
+        if "first" in spec:
+            train(spec["first"], model, tokenizer, seed)
+            row["start"] = accuracy(model, tokenizer, task, cold)
+        steps, replay = train(spec, model, tokenizer, seed + 50 * ("first" in spec))
+    except FloatingPointError as problem:  # it diverged: no answer is right
+        return {**row, "accuracy": 0.0, "probe": 0.0, "problem": str(problem)}
+    row["accuracy"] = accuracy(model, tokenizer, task, cold)
+    row["probe"] = accuracy(model, tokenizer, task, cold, "probe")
     for name in KEPT:
         row[name] = [None if step[name] is None else float(f"{step[name]:.4g}") for step in steps]
     if replay:

@@ -1,7 +1,9 @@
 """The pieces that rivals.py passes into the loop do what their names say, and so does exact.py's
 arithmetic."""
+import functools
 import itertools
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.testing import assert_close
 import exact
 import rival_parts as parts
 import rivals
+import successors
 import train_math
 from cold_start import tiny_model, tiny_tokenizer
 from gspo import gspo_loss, grpo_loss
@@ -93,6 +96,66 @@ class TestSurrogate:
                                for weight, cap in (("token", 1.1), ("token", None), ("one", None)))
         mask = batch[3]
         assert_close((capped / plain)[mask], (free / plain)[mask].clamp(max=1.1))
+
+
+    def test_with_a_noisy_gate_is_gspo_but_for_what_is_dropped(self, batch):
+        exact, noisy = (gradient(parts.noisy_gate(x), batch, 0.01, 0.02) for x in (0, 1.0))
+        assert_close(exact, gradient(gspo_loss, batch, 0.01, 0.02))
+        free = gradient(parts.noisy_gate(0), batch, 0.99, 99)
+        assert_close(noisy, free * (noisy != 0), msg="the weight is the true s")
+        torch.manual_seed(0)
+        dropped = torch.stack([gradient(parts.noisy_gate(1.0), batch, 0.01, 0.02)[:, 0] == 0 for _ in range(100)])
+        assert (dropped.any(dim=0) & ~dropped.all(dim=0)).all(), "noise a hundred times the range decides"
+
+
+def sapo(r, a, n, low, high):
+    p = [1 / (1 + math.exp(-(high if a > 0 else low) * (x - 1))) for x in r]
+    return [4 * q * (1 - q) * x * a / n for q, x in zip(p, r)]
+
+
+def gmpo(r, a, n, low, high):
+    inside = [x < math.exp(high) if a > 0 else x > math.exp(-low) for x in r]
+    clipped = [min(x, math.exp(high)) if a > 0 else max(x, math.exp(-low)) for x in r]
+    return [a * math.prod(clipped) ** (1 / n) / n * keep for keep in inside]
+
+
+def fspo(r, a, n, low, high):
+    whole, root = math.prod(r), math.sqrt(n)
+    return [a * whole * (whole < math.exp(high * root) if a > 0 else whole > math.exp(-low * root))] * n
+
+
+def luspo(r, a, n, low, high):
+    s = math.prod(r) ** (1 / n)
+    return [a * s * (s < 1 + high if a > 0 else s > 1 - low)] * n
+
+
+def tokens(r, a, n, low, high):
+    return [a * x * (x < 1 + high if a > 0 else x > 1 - low) for x in r]
+
+
+class TestSuccessors:
+    mean_length = (2 + 3 + 4 + 5 + 6 + 7) / 6
+
+    @pytest.mark.parametrize("name, weights, low, high, divisor", [
+        ("sapo", sapo, 5.0, 3.0, 1), ("gmpo", gmpo, 0.1, 0.15, 1), ("fspo", fspo, 0.1, 0.2, 1),
+        ("luspo", luspo, 0.01, 0.02, 1), ("dapo", tokens, 0.1, 0.2, mean_length),
+        ("dr_grpo", tokens, 0.1, 0.2, successors.BUDGET),
+        ("cispo", lambda r, a, n, low, high: [a * min(x, 1 + high) for x in r], None, 0.2, mean_length)])
+    def test_push_each_token_as_told(self, batch, name, weights, low, high, divisor):
+        new, old, advantages, mask = batch
+        given = gradient(getattr(successors, name + "_loss"), (new.masked_fill(~mask, math.nan), old, advantages, mask),
+                         low, high)
+        expected = torch.zeros_like(given)
+        for i, n in enumerate(mask.sum(dim=1).tolist()):
+            ratios = (new - old).exp()[i, :n].tolist()
+            pushes = weights(ratios, advantages[i].item(), n, low, high)
+            expected[i, :n] = -torch.tensor(pushes) / divisor / 6
+        assert_close(given, expected)
+        assert name in ("sapo", "cispo") or 0 < (given[mask] == 0).sum() < mask.sum(), "some dropped, some not"
+
+    def test_dr_grpo_does_not_divide_by_the_standard_deviation(self):
+        centred = successors.centred_advantages(torch.tensor([1.0, 0, 0, 1, 1, 1]), 3)
+        assert_close(centred, torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
 
 
 class TestAdvantages:
@@ -251,6 +314,29 @@ class TestEngine:
         assert_close(old, train_math.response_log_probs(model, b, 1.0).detach())
 
 
+    @pytest.mark.parametrize("correction, expected", [("tis", [0.3, 1.0, 2.0, 2.0]), ("icepop", [0, 1.0, 3.0, 0])])
+    def test_corrects_by_the_old_policys_likelihood_over_its_own(self, correction, expected):
+        model, engine, b, b.old_log_probs = self.sample("bf16", False)
+        engine.correction, factors = correction, torch.tensor([0.3, 1.0, 3.0, 9.0])
+        flat = torch.cat([engine.reported[i, :n] for i, n in zip(b.rows, b.mask.sum(dim=1))])
+        b.old_log_probs = torch.zeros(b.mask.shape).masked_scatter(b.mask, flat) + factors.log()[:, None]
+        engine.response_log_probs(model, b, 1.0)
+        advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+        corrected = gradient(functools.partial(engine.loss, grpo_loss),
+                             (b.old_log_probs, b.old_log_probs, advantages, b.mask), 0.1, 0.2)
+        plain = gradient(grpo_loss, (b.old_log_probs, b.old_log_probs, advantages, b.mask), 0.1, 0.2)
+        assert_close(corrected, torch.tensor(expected)[:, None] * plain)
+
+
+def test_bf16_log_probs_are_rounded_and_come_in_float32():
+    tokenizer = tiny_tokenizer()
+    model, b = tiny_model(tokenizer, 0), train_math.micro_batch([[5, 6]], [[7, 8, 9, 1]], "cpu")
+    rounded, exactly = parts.bf16_log_probs(model, b, 1.0), train_math.response_log_probs(model, b, 1.0)
+    assert rounded.dtype == torch.float32 and 1e-5 < (rounded - exactly).abs().max() < 0.1
+    rounded.sum().backward()
+    assert model.lm_head.weight.grad.norm() > 0
+
+
 class TestTasks:
     def test_fibonacci_counts_down_and_is_right_unless_sloppy(self):
         rows = [parts.fibonacci(random.Random(i), 3, 30) for i in range(50)]
@@ -265,7 +351,12 @@ class TestTasks:
         right = sum(row["worked"].endswith(row["answer"]) for row in sloppy) / 300
         assert 0.2 < right < 0.5, "a slip in 5% of 26 steps, of which a tenth is none, and 10% give up"
 
-    @pytest.mark.parametrize("questions", [parts.long_questions, parts.short_questions])
+    def test_chains_have_the_lengths_of_their_names(self):
+        for length in rivals.CHAINS:
+            rows = rivals.TASKS[f"{length} tokens"][2]("held out", 200)
+            assert abs(sum(len(row["worked"]) + 1 for row in rows) / 200 - length) < 5
+
+    @pytest.mark.parametrize("questions", [parts.long_questions, parts.short_questions, rivals.TASKS["30 tokens"][2]])
     def test_what_is_held_out_is_not_trained_on(self, questions):
         held_out = {row["question"] for row in questions("held out", 256)}
         assert not held_out & {row["question"] for seed in range(9) for row in questions(seed, 192)}
@@ -339,7 +430,7 @@ class TestRuns:
         def questions(seed, n):
             return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
         settings = dict(max_completion_length=8, learning_rate=1e-2)  # ratios above 2, too
-        for task, make in (("long", tiny_model), ("short", tiny_model), ("long_moe", parts.moe)):
+        for task, (make, *_) in rivals.TASKS.items():
             monkeypatch.setitem(rivals.TASKS, task, (make, lambda *_: None, questions, settings))
         small = dict(prompts_per_step=4, group_size=4, max_steps=2)
         monkeypatch.setattr(rivals, "COMMON", rivals.COMMON | small)
