@@ -271,7 +271,7 @@ def response_log_probs(model, batch, temperature, at_once=None):
     give `at_once` logits, and again in the backward pass: all logits over 151,936 words would be too large."""
     hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1][batch.mask]
     head = model.get_output_embeddings()
-    chunk = max(1, (at_once or (2**22 if hidden.device.type == "cpu" else 2**24)) // len(head.weight))
+    chunk = max(1, (at_once or 2**24) // len(head.weight))
     log_probs = lambda hidden, tokens: token_log_probs(head(hidden)[None], tokens[None], temperature)[0]
     flat = torch.cat([checkpoint(log_probs, h, y, use_reentrant=False, preserve_rng_state=False)
                       for h, y in zip(hidden.split(chunk), batch.ids[:, 1:][batch.mask].split(chunk))])

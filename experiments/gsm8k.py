@@ -5,13 +5,15 @@
 
 --gsm8k holds train.jsonl and test.jsonl; of their questions those of one or two steps and under 220 characters are
 kept. Parts, which --parts picks, and of which none is done twice (RL goes on where it was stopped):
-cold: supervised batches on the dataset's solutions; gspo, grpo: RL from there, on the same questions in the same
-order; sft: --sft_steps supervised batches more, to tell RL from mere training on; evaluate: each model on all
-held-out questions, greedy and sampled. All is written to --output_dir; at the end come table.md, answers.md and
-the picture, from what is there; --results copies them, with the logs."""
+cold: supervised batches, for Qwen on own right answers with '#### number' put after them, for SmolLM2 on the
+dataset's solutions; gspo, grpo: RL from there, on the same questions in the same order; sft: --sft_steps supervised
+batches more, to tell RL from mere training on; evaluate: each model, and `base`, the one that was downloaded, on all
+held-out questions, greedy and sampled. All is written to --output_dir; at the end come table.md, answers.md and the
+picture, from what is there; --results copies them, with the logs."""
 import argparse
 import json
 import math
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -23,13 +25,13 @@ import cold_start
 import train_math
 from plot import draw, read
 
-COLD = dict(qwen=30, smollm2=12)
-RL = dict(qwen="""--prompts_per_step 8 --max_completion_length 128 --learning_rate 5e-6 --temperature 0.6 --format_weight 0
-                  --max_steps 16 --save_steps 4 --eval_size 64""",
+COLD = dict(qwen=10, smollm2=12)
+RL = dict(qwen="""--prompts_per_step 8 --max_completion_length 200 --learning_rate 5e-6 --max_steps 15 --save_steps 5
+                  --eval_size 64""",
           smollm2="""--prompts_per_step 4 --max_completion_length 96 --learning_rate 1e-5 --max_steps 32 --save_steps 16
                      --eval_size 64""")
-ARMS = "cold", "sft", "grpo", "gspo"
-SAMPLED = 0.6, 1.0  # temperatures
+ARMS = "base", "cold", "sft", "grpo", "gspo"
+TEMPERATURES = 0.0, 1.0  # greedy, and RL's own
 
 
 def short_questions(source, target):
@@ -38,8 +40,25 @@ def short_questions(source, target):
     target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def teach(model, dataset, folder, steps, seed):
+def own_answers(a, n=128):
+    """own.jsonl: those of the model's own answers to n training questions whose last number is right, with '#### number'
+    put after them: to learn the form from, and nothing else."""
+    target = a.output_dir / "own.jsonl"
+    if not target.exists():
+        s = train_math.parse_settings(["--max_completion_length", "256"])
+        questions = random.Random(0).sample(train_math.load_questions(str(a.output_dir / "train.jsonl"), "train"), n)
+        model, tokenizer = train_math.load(a.model, s.device)
+        torch.manual_seed(0)
+        _, answers = train_math.evaluate(model, tokenizer, questions, s, temperature=1.0)
+        rows = [{"question": x["question"], "answer": f"{x['response']}\n#### {x['gold']}"} for x in answers
+                if train_math.extract_answer(x["response"], strict=False) == x["gold"]]
+        target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return target
+
+
+def teach(a, model, folder, steps, seed):
     if not folder.exists():
+        dataset = own_answers(a) if a.preset == "qwen" else a.output_dir / "train.jsonl"
         cold_start.main(["--model", str(model), "--dataset", str(dataset), "--output_dir", str(folder),
                          "--steps", str(steps), "--seed", str(seed)])
 
@@ -54,15 +73,16 @@ def reinforce(a, algorithm):
 
 def evaluate(a, arm):
     """ARM.jsonl: a line a held-out question, with the greedy answer and one sampled at each temperature."""
-    folder = {"cold": a.output_dir / "cold", "sft": a.output_dir / "sft"}.get(arm, a.output_dir / arm / "model")
+    folder = {"base": a.model, "cold": a.output_dir / "cold", "sft": a.output_dir / "sft"}.get(
+        arm, a.output_dir / arm / "model")
     target = a.output_dir / f"{arm}.jsonl"
-    if target.exists() or not folder.exists():
+    if target.exists() or arm != "base" and not folder.exists():
         return
     s = train_math.parse_settings(RL[a.preset].split())
     questions = train_math.load_questions(str(a.output_dir / "test.jsonl"), "test")
     model, tokenizer = train_math.load(str(folder), s.device)
     rows = []
-    for temperature in (0.0, *SAMPLED):
+    for temperature in TEMPERATURES:
         torch.manual_seed(0)
         _, answers = train_math.evaluate(model, tokenizer, questions, s, temperature)
         for i, answer in enumerate(answers):
@@ -92,7 +112,7 @@ def column(rows, temperature, name="right"):
 def table(arms):
     lines = ["| model | answers | right (95%) | by the last number | less the cold start (95%, paired) | McNemar p "
              "| cut | tokens |", "|---|---|---|---|---|---|---|---|"]
-    for temperature in (0.0, *SAMPLED):
+    for temperature in TEMPERATURES:
         for arm, rows in arms.items():
             right, n = column(rows, temperature), len(column(rows, temperature))
             low, high = train_math.wilson(sum(right), n)
@@ -154,9 +174,9 @@ def main():
         short_questions(a.gsm8k / f"{split}.jsonl", a.output_dir / f"{split}.jsonl")
     for part in a.parts:
         if part == "cold":
-            teach(a.model, a.output_dir / "train.jsonl", a.output_dir / "cold", COLD[a.preset], seed=0)
+            teach(a, a.model, a.output_dir / "cold", COLD[a.preset], seed=0)
         elif part == "sft":
-            teach(a.output_dir / "cold", a.output_dir / "train.jsonl", a.output_dir / "sft", a.sft_steps, seed=1)
+            teach(a, a.output_dir / "cold", a.output_dir / "sft", a.sft_steps, seed=1)
         elif part in ("gspo", "grpo"):
             reinforce(a, part)
         elif part == "evaluate":
