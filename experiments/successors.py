@@ -1,6 +1,6 @@
 """GSPO's successors and neighbours, a loss each, for rivals.py to pass into train_math.train. Arguments and result as
 gspo.gspo_loss's, advantages (B,), or (B, T) for dapo_loss and dr_grpo_loss; what eps_low and eps_high mean, each
-docstring tells, and README.md ("After GSPO") where its formula was seen."""
+docstring tells. The formulas are those of implementations (TRL, verl, SkyRL); of the papers, abstracts were read."""
 import sys
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def gmpo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.4, eps_high=
 
 
 def fspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.03, eps_high=0.03, denominator=None):
-    """FSPO (2509.09177) without its drift term: the clipped objective on the whole response's ratio, without GSPO's root,
+    """FSPO (2509.09177) without its drift term, whose formula was not found: the clipped objective on the whole response's ratio, without GSPO's root,
     in the range e^(-eps_low sqrt|y|) to e^(eps_high sqrt|y|)."""
     log_ratio, root = _log_ratio(log_probs, old_log_probs, mask).sum(dim=1), mask.bool().sum(dim=1).sqrt()
     low, high = (-eps_low * root).exp(), (eps_high * root).exp()
