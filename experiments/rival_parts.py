@@ -64,12 +64,15 @@ def long_cold_start(model, tokenizer, seed, least=20, most=32, sloppy=True):
         return train_math.evaluate(model, tokenizer, probe, s, temperature=1.0)[0]["eval_strict"]
 
     torch.manual_seed(seed)
-    skill = right = teach(250, 96, 4e-3, 1, 6)
-    while not sloppy and right < 0.2:
-        right = teach(10, 24, 1e-3, least - 4, most + 20)
-    while sloppy and skill < 0.9:
-        skill = right = teach(200, 24, 3e-3, max(1, least - 4), most + 20)
-    while sloppy and right > 0.33:
+    right = teach(250, 96, 4e-3, 1, 6)
+    how = max(1, least - 4), most + 20
+    if not sloppy:
+        while right < 0.2:
+            right = teach(10, 24, 1e-3, *how)
+        return
+    while right < 0.9:
+        right = teach(200, 24, 3e-3, *how)
+    while right > 0.33:
         right = teach(20, 32, 1e-3, least, most, 0.05 * 26 / ((least + most) / 2), 0.1)
 
 

@@ -105,7 +105,6 @@ SUCCESSORS = {  # the first: of the paper or, if it tells none, in use
     "luspo": ([2e-3, 2.5e-3], [3e-4, 4e-4], [6e-3, 8e-3], [0.02, 0.027]),
     "dapo": ([0.2, 0.28], [0.1, 0.14], [0.05, 0.07], [0.5, 0.7]),
     "dr_grpo": ([0.2, 0.2], [0.1, 0.1], [0.05, 0.05], [0.5, 0.5])}
-TUNED = {name: ranges[0] for name, ranges in SUCCESSORS.items()}  # of successors_range, by its probe questions
 EXPERIMENTS = {
     "clip_range": {
         f"{algorithm.upper()}'s clip range, {task} responses": {
@@ -119,7 +118,7 @@ EXPERIMENTS = {
         "the same, 1 epoch a rollout": factorial(0.003, 0.1, epochs=1),
         "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
     "negatives": {
-        "no gate, weight 1": {"GSPO": arm(GSPO, 0.003), "A < 0 times 1": arm(GSPO, 0.99, loss=["one", "one", None])} | {
+        "no gate, weight 1": {"GSPO": arm(GSPO, 0.003), "A < 0 times 1": NO_GATE} | {
             f"A < 0 times {x:g}": arm(GSPO, 0.99, loss=["one", "one", None, "both", None, x])
             for x in (0.5, 0.36, 0.25, 0)},
         "GRPO's gate and weight": {"A < 0 times 1": arm(GRPO, 0.1)} | {
@@ -127,8 +126,7 @@ EXPERIMENTS = {
             for x in (0.25, 0)}},
     "successors_range": {name: {str(eps): after(name, eps) for eps in ranges} for name, ranges in SUCCESSORS.items()},
     "successors": {panel: both(*ranges, **more) | {
-        f"{name}, {whose}": after(name, eps, **more) for name in SUCCESSORS
-        for whose, eps in (("as published", SUCCESSORS[name][0]), ("tuned", TUNED[name]))}
+        name: after(name, ranges_of[0], **more) for name, ranges_of in SUCCESSORS.items()}
         for panel, ranges, more in (("long responses, 4 epochs a rollout", BEST.values(), {}),
                                     ("the same, 1 epoch a rollout", BEST.values(), {"epochs": 1}),
                                     ("short responses, 4 epochs", (0.03, 0.2), {"task": "short"}))},

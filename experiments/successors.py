@@ -1,6 +1,5 @@
 """GSPO's successors and neighbours, a loss each, for rivals.py to pass into train_math.train. Arguments and result as
-gspo.gspo_loss's, advantages (B,), or (B, T) for dapo_loss and dr_grpo_loss; what eps_low and eps_high mean, each
-docstring tells. The formulas are those of implementations (TRL, verl, SkyRL); of the papers, abstracts were read."""
+gspo.gspo_loss's; what eps_low and eps_high mean, each docstring tells. The formulas are those of implementations (TRL, verl, SkyRL); of the papers, abstracts were read."""
 import sys
 from pathlib import Path
 
@@ -37,8 +36,8 @@ def gmpo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.4, eps_high=
 
 
 def fspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.03, eps_high=0.03, denominator=None):
-    """FSPO (2509.09177) without its drift term, whose formula was not found: the clipped objective on the whole response's ratio, without GSPO's root,
-    in the range e^(-eps_low sqrt|y|) to e^(eps_high sqrt|y|)."""
+    """FSPO (2509.09177) without its drift term, whose formula was not found: the clipped objective on the whole
+    response's ratio, without GSPO's root, in the range e^(-eps_low sqrt|y|) to e^(eps_high sqrt|y|)."""
     log_ratio, root = _log_ratio(log_probs, old_log_probs, mask).sum(dim=1), mask.bool().sum(dim=1).sqrt()
     low, high = (-eps_low * root).exp(), (eps_high * root).exp()
     ratio = log_ratio.clamp(max=20).exp()
@@ -54,16 +53,14 @@ def luspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=2e-3, eps_hig
 
 def dapo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.2, eps_high=0.28, denominator=None):
     """DAPO (2503.14476, Eq. 8): GRPO's objective, its mean taken over all tokens of the minibatch."""
-    ratio = _log_ratio(log_probs, old_log_probs, mask).exp()
-    objective = clipped_objective(ratio, _per_token("advantages", advantages, mask), eps_low, eps_high)
+    objective = _token_objective(log_probs, old_log_probs, advantages, mask, eps_low, eps_high)
     return _all_tokens_loss(objective, mask, denominator)
 
 
 def dr_grpo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.2, eps_high=0.2, denominator=None):
     """Dr. GRPO (2503.20783): GRPO's objective, summed over tokens and divided by a constant. Its advantages are
     centred_advantages."""
-    ratio = _log_ratio(log_probs, old_log_probs, mask).exp()
-    objective = clipped_objective(ratio, _per_token("advantages", advantages, mask), eps_low, eps_high)
+    objective = _token_objective(log_probs, old_log_probs, advantages, mask, eps_low, eps_high)
     return _loss(objective.sum(dim=1) / BUDGET, denominator)
 
 
@@ -71,6 +68,12 @@ def centred_advantages(rewards, group_size):
     """Dr. GRPO: the rewards less their group's mean, not divided by its standard deviation."""
     groups = rewards.view(-1, group_size)
     return (groups - groups.mean(dim=1, keepdim=True)).flatten()
+
+
+def _token_objective(log_probs, old_log_probs, advantages, mask, eps_low, eps_high):
+    """GRPO's clipped objective of each token, (B, T)."""
+    ratio = _log_ratio(log_probs, old_log_probs, mask).exp()
+    return clipped_objective(ratio, _per_token("advantages", advantages, mask), eps_low, eps_high)
 
 
 def _all_tokens_loss(objective, mask, denominator):
