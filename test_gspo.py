@@ -1465,7 +1465,7 @@ test_gspo.run(train_math, {str(tmp_path / "killed")!r})
         assert [answer["right"] for answer in answers] == [True] * 6 + [False] * 4
         assert answers[6] == {"question": "6?", "response": "it is 7", "gold": "7", "right": False}
 
-    def test_shows_reward_length_clip_and_spread_in_a_picture(self, whole, tmp_path, monkeypatch):
+    def test_shows_accuracy_length_clip_and_spread_in_a_picture(self, whole, tmp_path, monkeypatch):
         import matplotlib.pyplot as plt
         from experiments import plot
         kept = []
@@ -1473,7 +1473,7 @@ test_gspo.run(train_math, {str(tmp_path / "killed")!r})
         plot.draw({"gspo": whole[1]}, tmp_path / "picture.png", eps_high=0.04)
         assert (tmp_path / "picture.png").stat().st_size > 1000
         axes = kept[0].axes
-        for axis, name in zip(axes, ("reward", "response_length", "clip_fraction", "log_ratio_std"), strict=True):
+        for axis, name in zip(axes, ("accuracy", "response_length", "clip_fraction", "log_ratio_std"), strict=True):
             assert axis.lines[0].get_xydata().tolist() == [[row["step"], row[name]] for row in whole[1][1:]]
         bars = [line.get_ydata() for line in axes[0].lines[1:] if len(line.get_xdata()) == 2]
         assert [tuple(bar) for bar in bars] == [tuple(row["eval_strict_interval"]) for row in whole[1][::2]]

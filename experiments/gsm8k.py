@@ -147,7 +147,7 @@ def report(a):
         (a.output_dir / "answers.md").write_text(side_by_side(questions, arms), encoding="utf-8")
         print(table(arms))
     if runs:
-        draw(runs, a.output_dir / "runs.png")
+        draw(runs, a.output_dir / "runs.png", eps_high=4e-4)
     if a.results:
         a.results.mkdir(parents=True, exist_ok=True)
         for name in ("table.md", "answers.md", "runs.png", *(f"{arm}.jsonl" for arm in ARMS)):

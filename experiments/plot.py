@@ -25,7 +25,7 @@ def append(path, row):
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-PANELS = {"reward": "mean reward of the samples (line)\nheld-out accuracy, 95% interval (bars)",
+PANELS = {"accuracy": "right answers: samples (line),\nheld out with 95% interval (squares)",
           "response_length": "response length\n(tokens)", "clip_fraction": "clip fraction\n(share of tokens)",
           "log_ratio_std": "spread of log s: how far\nlater minibatches have moved"}
 
@@ -49,6 +49,8 @@ def draw(runs, path, eps_high=None):
                 axes[0].plot([row["step"]] * 2, row["eval_strict_interval"], "_-", color=f"C{i}", alpha=0.5)
                 axes[0].plot(row["step"], row["eval_strict"], "s", color=f"C{i}")
     for axis, title in zip(axes, PANELS.values()):
+        axis.update_datalim([(1, 0)])  # so that the room above counts from 0
+        axis.autoscale_view()
         axis.set(title=title, xlabel="step (rollouts)", ylim=(0, None))
         axis.grid(alpha=0.3)
     axes[0].legend(loc="lower right")

@@ -38,6 +38,7 @@ from plot import append, read
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, COLD = ROOT / "experiments" / "results" / "rivals", ROOT / "runs" / "rivals"
+PRECISION = RESULTS.parent / "precision"
 COMMON = dict(device="cpu", format_weight=0.0, prompts_per_step=16, group_size=8, minibatches=4,
               rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
 LONG = dict(max_completion_length=210, learning_rate=3e-4)
@@ -51,6 +52,7 @@ TASKS |= {f"{tokens} tokens": (tiny_model, partial(parts.long_cold_start, least=
                                partial(parts.long_questions, least=least, most=most),
                                dict(max_completion_length=6 * most + 18, learning_rate=3e-4))
           for tokens, (least, most) in CHAINS.items()}
+STUDENT = {2: 12.71, 3: 4.303, 6: 2.571}  # cold starts: the t of a 95% interval
 KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm", "seconds",
         "seconds_update")
 
@@ -147,6 +149,7 @@ EXPERIMENTS = {
                          for algorithm in (GSPO, GRPO) for way in ways}
                   for name, kind, ways in (("8-bit weights", "float8", ("tis",)),
                                            ("4 rollouts old", "stale", ("tis", "icepop")))},
+    "cold_starts": {"4 epochs a rollout": both(**BEST), "1 epoch": both(**BEST, epochs=1)},
     "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
                       "6e-4": both(**BEST, learning_rate=6e-4)},
     "long_run": {"40 rollouts, lower clip range": {
@@ -311,9 +314,10 @@ def run_all(arms, colds, seeds, jobs, path):
 
 def table(name, rows):
     """Markdown: an arm a line, with the mean and every value."""
-    lines = ["| arm | right, mean | each run, cold start by cold start | reward over the run | clipped "
-             "| std of log s | entropy, last | experts changed |", "|---|---|---|---|---|---|---|---|"]
+    lines = ["| arm | right, mean | minus the panel's first | each run, cold start by cold start | reward over the run "
+             "| clipped | std of log s | entropy, last | experts changed |", "|---|---|---|---|---|---|---|---|---|"]
     for panel, arms in EXPERIMENTS[name].items():
+        first = [r for r in rows if r["arm"] == next(iter(arms.values()))]
         for label, spec in arms.items():
             own = sorted((r for r in rows if r["arm"] == spec), key=lambda r: r["seed"])
             if not own:
@@ -326,7 +330,8 @@ def table(name, rows):
                 return format(statistics.fmean(values), form) if values else "-"
 
             lines.append("| " + " | ".join([
-                ": ".join(filter(None, (panel, label))), f"{mean_accuracy(own):.2f}", values,
+                ": ".join(filter(None, (panel, label))), f"{mean_accuracy(own):.2f}",
+                difference(own, first), values,
                 average("reward", ".2f"), average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
                 average("entropy", ".3f", -1), average("experts_changed", ".1%")]) + " |")
     starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows}
@@ -339,6 +344,15 @@ def mean_accuracy(rows):
     return statistics.fmean(r["accuracy"] for r in rows)
 
 
+def difference(rows, others):
+    """Mean difference in accuracy over the cold starts that both have, and its 95% interval (Student's t)."""
+    colds = sorted({r["cold"] for r in rows} & {r["cold"] for r in others})
+    d = [mean_accuracy([r for r in rows if r["cold"] == cold]) - mean_accuracy([r for r in others if r["cold"] == cold])
+         for cold in colds]
+    return (f"{statistics.fmean(d):+.2f} ± {STUDENT[len(d)] * statistics.stdev(d) / len(d) ** 0.5:.2f}"
+            if len(d) in STUDENT and rows != others else "-")
+
+
 def draw(name, rows, path):
     """A dot a run, coloured by cold start, a bar at the arm's mean; dotted lines where the cold starts
     were."""
@@ -347,14 +361,14 @@ def draw(name, rows, path):
     import matplotlib.pyplot as plt
     panels = EXPERIMENTS[name]
     labels = [list(arms) for arms in panels.values()]
-    alike = all(own == labels[0] for own in labels)
+    alike, colds = all(own == labels[0] for own in labels), max(1, *(r["cold"] for r in rows))
     size = 3 + 4 * len(panels), 1.5 + 0.4 * max(map(len, labels))
     figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=alike, squeeze=False, layout="constrained")
     for axis, (panel, arms) in zip(axes[0], panels.items()):
         for y, spec in enumerate(arms.values()):
             own = [r for r in rows if r["arm"] == spec]
             for r in own:
-                axis.plot(r["accuracy"], y + 0.15 * (r["cold"] - 1), "o", color=f"C{r['cold']}", alpha=0.7,
+                axis.plot(r["accuracy"], y + 0.3 * (r["cold"] / colds - 0.5), "o", color=f"C{r['cold']}", alpha=0.7,
                           markersize=5)
             if own:
                 axis.plot([mean_accuracy(own)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
@@ -366,6 +380,38 @@ def draw(name, rows, path):
                  ylim=(len(arms) - 0.5, -0.5))
         axis.grid(axis="x", alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_noise(rows, path):
+    """Right answers over the noise in the gate, in units of the policy's own movement: the spread of log s. The marks
+    are what rounding adds to log s on SmolLM2, in units of its movement by one step at 1e-6 (precision.py's logs)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for epochs, style in ((4, "o-"), (1, "^--")):
+        own = [r for r in rows if r["arm"]["epochs"] == epochs and "autocast" not in r["arm"]]
+        points = {}
+        for r in own:
+            if deviation := r["arm"].get("noise"):
+                at = deviation / statistics.fmean(x for x in r["log_ratio_std"] if x), r["accuracy"]
+                points.setdefault(deviation, []).append(at)
+                axis.plot(*at, style[0], color=f"C{r['cold']}", alpha=0.7)
+        means = [tuple(map(statistics.fmean, zip(*points[deviation]))) for deviation in sorted(points)]
+        axis.plot(*zip(*means), style[1:], color="black", label=f"mean, {epochs} epoch{'s' * (epochs > 1)} a rollout")
+        axis.axhline(mean_accuracy([r for r in own if "noise" not in r["arm"]]), color="black", linestyle=style[1:],
+                     linewidth=0.6)
+    logs = {path.stem: json.loads(path.read_text())["128"]["off the grid"] for path in PRECISION.glob("*.json")}
+    exact = logs.pop("float32")
+    for form, rounded in logs.items():
+        x = statistics.stdev(a - b for a, b in zip(rounded, exact)) / statistics.stdev(exact)
+        axis.axvline(x, color="grey", linestyle=":")
+        axis.text(x, 0.02, form.replace("_", " "), rotation=90, ha="right")
+    axis.set(xscale="log", ylim=(0, 1), ylabel="right answers after RL (thin: without noise)",
+             xlabel="noise on log s / spread of log s by training")
+    axis.legend(loc="lower left")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -399,6 +445,8 @@ def main():
         rows = run_all(arms, args.colds, args.seeds, args.jobs, args.results / "runs.jsonl")
         (args.results / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
         draw(name, rows, args.results / f"{name}.png")
+        if name == "noise":
+            draw_noise(rows, args.results / "noise_over_movement.png")
         print(table(name, rows))
 
 

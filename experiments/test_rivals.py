@@ -406,7 +406,9 @@ class TestExact:
         g = torch.Generator().manual_seed(2)
         old = exact.old_policy(length, g)
         new = exact.move(old, length, 0.1, how, g)
-        _, _, log_ratio = exact.sample(old, new, length, 200_000 // length, g)
+        context = torch.arange(200_000) % length % exact.CONTEXTS
+        tokens = old.softmax(1)[context].multinomial(1, generator=g)[:, 0]
+        log_ratio = (new.log_softmax(1) - old.log_softmax(1))[context, tokens]
         assert abs(log_ratio.std() - 0.1) < 2e-3
 
     @pytest.mark.parametrize("length", [8, 1024])
@@ -458,6 +460,12 @@ class TestRuns:
         rivals.run(rivals.arm("grpo", 0.2, critic=1), 0, 5)
         assert before == {name: getattr(train_math, name) for name in dir(train_math)} | train_math.LOSSES
 
+    def test_are_compared_cold_start_by_cold_start(self):
+        rows = [[{"cold": i % 3, "accuracy": x} for i, x in enumerate(values)]
+                for values in ([0.9, 0.8, 0.9, 0.9], [0.8, 0.6, 0.8])]
+        assert rivals.difference(*rows) == "+0.13 ± 0.14"  # 0.1, 0.2, 0.1
+        assert rivals.difference(rows[0], rows[0]) == rivals.difference(rows[0][:1], rows[1]) == "-"
+
     def test_that_are_there_are_not_run_again_and_make_the_table_and_the_figure(self, tmp_path, monkeypatch):
         monkeypatch.setattr(rivals.multiprocessing, "get_context", None)  # nothing may be started
         arms = [spec for panel in rivals.EXPERIMENTS["moe"].values() for spec in panel.values()]
@@ -470,6 +478,6 @@ class TestRuns:
         rows = rivals.run_all(arms, colds=2, seeds=2, jobs=1, path=tmp_path / "runs.jsonl")
         assert len(rows) == 16
         line = rivals.table("moe", rows).splitlines()[3]
-        assert line == "| GRPO | 0.06 | 0.04 0.05; 0.06 0.07 | 0.50 | 25.0% | - | 0.100 | 2.0% |"
+        assert line == "| GRPO | 0.06 | +0.04 ± 0.00 | 0.04 0.05; 0.06 0.07 | 0.50 | 25.0% | - | 0.100 | 2.0% |"
         rivals.draw("moe", rows, tmp_path / "moe.png")
         assert (tmp_path / "moe.png").stat().st_size > 1000

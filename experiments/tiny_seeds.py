@@ -34,5 +34,5 @@ if __name__ == "__main__":
             table.append(f"| {algorithm} | {seed} | {rows[0]['reward']:.3f} | {rows[-1]['reward']:.3f} | "
                          f"{before['eval_strict']:.3f} | {rows[-1]['eval_strict']:.3f} | {clipped:.2%} | {first_max} |")
     (RESULTS / "table.md").write_text("\n".join(table) + "\n")
-    draw(runs, RESULTS.with_suffix(".png"))
+    draw(runs, RESULTS.with_suffix(".png"), eps_high=0.04)
     print("\n".join(table))
