@@ -41,8 +41,8 @@ def short_questions(source, target):
 
 
 def own_answers(a, n=128):
-    """own.jsonl: those of the model's own answers to n training questions whose last number is right, with '#### number'
-    put after them: to learn the form from, and nothing else."""
+    """own.jsonl: those of the model's own answers to n training questions whose last number is right, and '#### number'
+    after them: to learn the form from, and nothing else."""
     target = a.output_dir / "own.jsonl"
     if not target.exists():
         s = train_math.parse_settings(["--max_completion_length", "256"])
@@ -110,7 +110,7 @@ def column(rows, temperature, name="right"):
 
 
 def table(arms):
-    lines = ["| model | answers | right (95%) | by the last number | less the cold start (95%, paired) | McNemar p "
+    lines = ["| model | answers | right (95%) | by the last number | minus the cold start (95%, paired) | McNemar p "
              "| cut | tokens |", "|---|---|---|---|---|---|---|---|"]
     for temperature in TEMPERATURES:
         for arm, rows in arms.items():
@@ -121,9 +121,13 @@ def table(arms):
                 d, (a, b), p = paired(column(arms["cold"], temperature), right)
                 versus = f"{d:+.1%} ({a:+.1%} to {b:+.1%}) | {p:.2g}"
             mean = lambda name: sum(column(rows, temperature, name)) / n
-            lines.append(f"| {arm} | {f'at temperature {temperature}' if temperature else 'greedy'} | {sum(right)} of {n}, "
+            how = f"at temperature {temperature}" if temperature else "greedy"
+            lines.append(f"| {arm} | {how} | {sum(right)} of {n}, "
                          f"{sum(right) / n:.1%} ({low:.1%} to {high:.1%}) | {mean('flexible'):.1%} | {versus} | "
                          f"{mean('cut'):.0%} | {mean('tokens'):.0f} |")
+    for temperature in TEMPERATURES if {"gspo", "grpo"} <= arms.keys() else ():
+        d, (a, b), p = paired(*(column(arms[arm], temperature) for arm in ("grpo", "gspo")))
+        lines.append(f"\ngspo minus grpo, temperature {temperature}: {d:+.1%} ({a:+.1%} to {b:+.1%}), p {p:.2g}")
     return "\n".join(lines) + "\n"
 
 

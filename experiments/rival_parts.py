@@ -316,9 +316,9 @@ class Engine:
     """A sampler that is not quite the policy: "bf16" computes in bfloat16, "float8" has its weights rounded
     to 8 bits, "stale" is the policy of 4 rollouts ago, or the first. With `direct` its likelihoods are the
     old log-probs; otherwise the training forward gives them, as always. Its methods replace train_math's
-    functions of these names, and `loss` corrects a loss of gspo.py that takes (B, T): each token's advantage times the old
-    policy's likelihood over the engine's, at most 2 ("tis", truncated importance sampling), or 0 outside 0.5 to 5
-    ("icepop", 2510.18855)."""
+    functions of these names, and `loss` corrects a loss of gspo.py that takes (B, T): each token's advantage
+    times the old policy's likelihood over the engine's, at most 2 ("tis", truncated importance sampling), or 0
+    outside 0.5 to 5 ("icepop", 2510.18855)."""
 
     def __init__(self, kind, direct, correction=None):
         self.kind, self.direct, self.correction, self.past = kind, direct, correction, []

@@ -1,5 +1,6 @@
 """GSPO's successors and neighbours, a loss each, for rivals.py to pass into train_math.train. Arguments and result as
-gspo.gspo_loss's; what eps_low and eps_high mean, each docstring tells. The formulas are those of implementations (TRL, verl, SkyRL); of the papers, abstracts were read."""
+gspo.gspo_loss's; what eps_low and eps_high mean, each docstring tells. The formulas are those of implementations (TRL,
+verl, SkyRL); of the papers, abstracts were read."""
 import sys
 from pathlib import Path
 

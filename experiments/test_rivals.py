@@ -1,5 +1,5 @@
-"""The pieces that rivals.py passes into the loop do what their names say, and so does exact.py's
-arithmetic."""
+"""The pieces that rivals.py passes into the loop do what their names say, and so do exact.py's arithmetic and
+gsm8k.py's comparison."""
 import functools
 import itertools
 import json
@@ -15,6 +15,7 @@ import torch
 from torch.testing import assert_close
 
 import exact
+import gsm8k
 import rival_parts as parts
 import rivals
 import successors
@@ -481,3 +482,21 @@ class TestRuns:
         assert line == "| GRPO | 0.06 | +0.04 ± 0.00 | 0.04 0.05; 0.06 0.07 | 0.50 | 25.0% | - | 0.100 | 2.0% |"
         rivals.draw("moe", rows, tmp_path / "moe.png")
         assert (tmp_path / "moe.png").stat().st_size > 1000
+
+
+class TestGsm8k:
+    def test_compares_right_and_wrong_on_the_same_questions(self):
+        before, after = [1] * 4 + [0] * 6, [0] + [1] * 8 + [0]  # of 10 questions 5 gained, 1 lost
+        d, interval, p = gsm8k.paired(before, after)
+        assert d == pytest.approx(0.4) and interval == pytest.approx((0.4 - 0.4111, 0.4 + 0.4111), abs=1e-4)
+        assert p == 2 * (1 + 6) / 2**6  # of 6 changes at most one against
+        assert gsm8k.paired(before, before)[2] == 1
+
+    def test_makes_a_table_of_arms_at_each_temperature(self):
+        def arm(right):
+            return [{"question": i, "temperature": t, "right": x, "flexible": True, "cut": i == 0, "tokens": 10 + i}
+                    for t in gsm8k.TEMPERATURES for i, x in reversed(list(enumerate(right)))]
+        text = gsm8k.table({"cold": arm([1, 0, 0, 0]), "grpo": arm([1, 0, 0, 0]), "gspo": arm([1, 1, 0, 1])})
+        assert text.count("| gspo | greedy | 3 of 4, 75.0%") == text.count("| gspo | at temperature 1.0 |") == 1
+        assert "| 100.0% | +50.0% (+1.0% to +99.0%) | 0.5 | 25% | 12 |" in text
+        assert "gspo minus grpo, temperature 0.0: +50.0% (+1.0% to +99.0%), p 0.5" in text
