@@ -168,7 +168,7 @@ def main():
     parser.add_argument("--preset", choices=COLD, default="qwen", help="steps and sizes")
     parser.add_argument("--parts", nargs="+", choices=[*ARMS, "evaluate", "report"],
                         default=["cold", "gspo", "evaluate", "sft", "grpo", "evaluate"])
-    parser.add_argument("--sft_steps", type=int, default=60, help="supervised batches more, for sft")
+    parser.add_argument("--sft_steps", type=int, default=30, help="supervised batches more, for sft")
     parser.add_argument("--output_dir", type=Path, help="default: runs/gsm8k_PRESET")
     parser.add_argument("--results", type=Path, help="copy logs, tables and picture there")
     a = parser.parse_args()

@@ -53,7 +53,7 @@ def draw(runs, path, eps_high=None):
         axis.autoscale_view()
         axis.set(title=title, xlabel="step (rollouts)", ylim=(0, None))
         axis.grid(alpha=0.3)
-    axes[0].legend(loc="lower right")
+    axes[0].legend()
     if eps_high:
         axes[3].axhline(eps_high, color="gray", linestyle="--", label="GSPO's upper clip range")
         axes[3].legend()
