@@ -317,9 +317,10 @@ def table(name, rows):
     lines = ["| arm | right, mean | minus the panel's first | each run, cold start by cold start | reward over the run "
              "| clipped | std of log s | entropy, last | experts changed |", "|---|---|---|---|---|---|---|---|---|"]
     for panel, arms in EXPERIMENTS[name].items():
-        first = [r for r in rows if r["arm"] == next(iter(arms.values()))]
+        first = None
         for label, spec in arms.items():
             own = sorted((r for r in rows if r["arm"] == spec), key=lambda r: r["seed"])
+            first = first or own
             if not own:
                 continue
             values = "; ".join(" ".join(f"{r['accuracy']:.2f}" for r in own if r["cold"] == cold)
