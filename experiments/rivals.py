@@ -128,7 +128,7 @@ EXPERIMENTS = {
             for x in (0.25, 0)}},
     "successors_range": {name: {str(eps): after(name, eps) for eps in ranges} for name, ranges in SUCCESSORS.items()},
     "successors": {panel: both(*ranges, **more) | {
-        name: after(name, ranges_of[0], **more) for name, ranges_of in SUCCESSORS.items()}
+        name.upper().replace("DR_", "Dr. "): after(name, ranges_of[0], **more) for name, ranges_of in SUCCESSORS.items()}
         for panel, ranges, more in (("long responses, 4 epochs a rollout", BEST.values(), {}),
                                     ("the same, 1 epoch a rollout", BEST.values(), {"epochs": 1}),
                                     ("short responses, 4 epochs", (0.03, 0.2), {"task": "short"}))},
@@ -139,7 +139,7 @@ EXPERIMENTS = {
         "training forward in bf16": both(**BEST, autocast=True) | {"GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True)}},
     "length": {f"{tokens} tokens": {
         f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, f"{tokens} tokens")
-        for algorithm, ranges in ((GSPO, (3e-4, 0.003, 0.01, 0.03, 0.1)), (GRPO, (0.01, 0.03, 0.1, 0.2, 0.5)))
+        for algorithm, ranges in ((GSPO, (0.003, 0.01, 0.03)), (GRPO, (0.03, 0.1, 0.2)))
         for eps in ranges} for tokens in CHAINS},
     "unfinished": {"40 rollouts": {label: {**spec, "task": "unfinished", "max_steps": 40}
                                    for label, spec in both(**BEST).items()}},
