@@ -128,12 +128,12 @@ EXPERIMENTS = {
             for x in (0.25, 0)}},
     "successors_range": {name: {str(eps): after(name, eps) for eps in ranges} for name, ranges in SUCCESSORS.items()},
     "successors": {panel: both(*ranges, **more) | {
-        name.upper().replace("DR_", "Dr. "): after(name, ranges_of[0], **more) for name, ranges_of in SUCCESSORS.items()}
+        name.upper().replace("DR_", "Dr. "): after(name, eps, **more) for name, (eps, *_) in SUCCESSORS.items()}
         for panel, ranges, more in (("long responses, 4 epochs a rollout", BEST.values(), {}),
                                     ("the same, 1 epoch a rollout", BEST.values(), {"epochs": 1}),
                                     ("short responses, 4 epochs", (0.03, 0.2), {"task": "short"}))},
     "noise": {
-        f"{epochs} epochs, noise on log s in the gate": {
+        f"{epochs} epoch{'s' * (epochs > 1)}, noise on log s in the gate": {
             f"{sd:g}": arm(GSPO, 0.003, epochs=epochs, **({"noise": sd} if sd else {}))
             for sd in (0, 0.003, 0.01, 0.03, 0.1, 0.3, 1)} for epochs in (4, 1)} | {
         "training forward in bf16": both(**BEST, autocast=True) | {"GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True)}},
@@ -401,7 +401,8 @@ def draw_noise(rows, path):
                 points.setdefault(deviation, []).append(at)
                 axis.plot(*at, style[0], color=f"C{r['cold']}", alpha=0.7)
         means = [tuple(map(statistics.fmean, zip(*points[deviation]))) for deviation in sorted(points)]
-        axis.plot(*zip(*means), style[1:], color="black", label=f"mean, {epochs} epoch{'s' * (epochs > 1)} a rollout")
+        axis.plot(*zip(*means), style[1:], color="black")
+        axis.plot([], [], style, color="black", label=f"{epochs} epoch{'s' * (epochs > 1)} a rollout (line: mean)")
         axis.axhline(mean_accuracy([r for r in own if "noise" not in r["arm"]]), color="black", linestyle=style[1:],
                      linewidth=0.6)
     logs = {path.stem: json.loads(path.read_text())["128"]["off the grid"] for path in PRECISION.glob("*.json")}
@@ -411,7 +412,7 @@ def draw_noise(rows, path):
         axis.axvline(x, color="grey", linestyle=":")
         axis.text(x, 0.02, form.replace("_", " "), rotation=90, ha="right")
     axis.set(xscale="log", ylim=(0, 1), ylabel="right answers after RL (thin: without noise)",
-             xlabel="noise on log s / spread of log s by training")
+             xlabel="noise on log s / spread of log s by training (dotted: rounding on SmolLM2, learning rate 1e-6)")
     axis.legend(loc="lower left")
     figure.savefig(path, dpi=110)
     plt.close(figure)
