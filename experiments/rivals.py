@@ -323,8 +323,8 @@ def table(name, rows):
             first = first or own
             if not own:
                 continue
-            values = "; ".join(" ".join(f"{r['accuracy']:.2f}" for r in own if r["cold"] == cold)
-                               for cold in sorted({r["cold"] for r in own}))
+            values = "; ".join(" ".join(f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in spec)
+                                        for r in own if r["cold"] == cold) for cold in sorted({r["cold"] for r in own}))
 
             def average(metric, form, start=0):
                 values = [x for r in own for x in r.get(metric, [])[start:] if x is not None]
@@ -335,7 +335,7 @@ def table(name, rows):
                 difference(own, first), values,
                 average("reward", ".2f"), average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
                 average("entropy", ".3f", -1), average("experts_changed", ".1%")]) + " |")
-    starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows}
+    starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows if "first" not in r["arm"]}
     lines.append("\nBefore RL, right: " + ", ".join(f"{task} {cold} {right:.2f}"
                                                    for (task, cold), right in sorted(starts.items())))
     return "\n".join(lines) + "\n"
