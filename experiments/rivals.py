@@ -336,8 +336,9 @@ def table(name, rows):
                 average("reward", ".2f"), average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
                 average("entropy", ".3f", -1), average("experts_changed", ".1%")]) + " |")
     starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows if "first" not in r["arm"]}
-    lines.append("\nBefore RL, right: " + ", ".join(f"{task} {cold} {right:.2f}"
-                                                   for (task, cold), right in sorted(starts.items())))
+    if starts:
+        lines.append("\nBefore RL, right: " + ", ".join(f"{task} {cold} {right:.2f}"
+                                                       for (task, cold), right in sorted(starts.items())))
     return "\n".join(lines) + "\n"
 
 
@@ -373,8 +374,7 @@ def draw(name, rows, path):
                           markersize=5)
             if own:
                 axis.plot([mean_accuracy(own)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
-        tasks = {spec["task"] for spec in arms.values()}
-        for cold, start in sorted({(r["cold"], r["start"]) for r in rows if r["arm"]["task"] in tasks}):
+        for cold, start in sorted({(r["cold"], r["start"]) for r in rows if r["arm"] in arms.values()}):
             axis.axvline(start, color=f"C{cold}", linestyle=":", label=f"cold start {cold}")
         axis.set_yticks(range(len(arms)), list(arms))
         axis.set(title=panel or name, xlabel="right answers after RL (bar: mean; dotted: before)", xlim=(0, 1),
