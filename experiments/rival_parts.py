@@ -65,7 +65,7 @@ def long_cold_start(model, tokenizer, seed, least=20, most=32, sloppy=True):
 
     torch.manual_seed(seed)
     right = teach(250, 96, 4e-3, 1, 6)
-    how = max(1, least - 4), most + 20
+    how = max(1, least - 4), min(most + 20, len(LABELS))
     if not sloppy:
         while right < 0.2:
             right = teach(10, 24, 1e-3, *how)

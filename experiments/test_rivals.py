@@ -357,6 +357,14 @@ class TestTasks:
             rows = rivals.TASKS[f"{length} tokens"][2]("held out", 200)
             assert abs(sum(len(row["worked"]) + 1 for row in rows) / 200 - length) < 5
 
+    @pytest.mark.parametrize("chain", rivals.CHAINS.values())
+    def test_each_length_is_taught_with_steps_that_have_a_label(self, chain, monkeypatch):
+        rights = iter((0.5, 1.0, 0.2))
+        monkeypatch.setattr(parts, "supervise", lambda model, tokenizer, row, *_: [row() for _ in range(500)])
+        monkeypatch.setattr(train_math, "evaluate", lambda *_, **__: ({"eval_strict": next(rights)}, []))
+        parts.long_cold_start(None, None, 0, *chain)
+        assert next(rights, None) is None
+
     @pytest.mark.parametrize("questions", [parts.long_questions, parts.short_questions, rivals.TASKS["30 tokens"][2]])
     def test_what_is_held_out_is_not_trained_on(self, questions):
         held_out = {row["question"] for row in questions("held out", 256)}
