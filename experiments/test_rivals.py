@@ -469,6 +469,17 @@ class TestRuns:
         rivals.run(rivals.arm("grpo", 0.2, critic=1), 0, 5)
         assert before == {name: getattr(train_math, name) for name in dir(train_math)} | train_math.LOSSES
 
+    def test_with_noise_are_drawn_over_the_movement(self, tmp_path, monkeypatch):
+        import matplotlib.pyplot as plt
+        kept = []
+        monkeypatch.setattr(plt, "close", kept.append)
+        arms = [spec for panel in rivals.EXPERIMENTS["noise"].values() for spec in panel.values()]
+        rows = [{"arm": spec, "cold": 0, "accuracy": 0.5, "log_ratio_std": [None, 0, 0.02, 0.04]} for spec in arms]
+        rivals.draw_noise(rows, tmp_path / "noise.png")
+        dots = [line.get_xdata() for line in kept[0].axes[0].lines if line.get_marker() == "o"]
+        points = [x[0] for x in dots if len(x)]
+        assert points == pytest.approx([sd / 0.03 for sd in (0.003, 0.01, 0.03, 0.1, 0.3, 1)])
+
     def test_are_compared_cold_start_by_cold_start(self):
         rows = [[{"cold": i % 3, "accuracy": x} for i, x in enumerate(values)]
                 for values in ([0.9, 0.8, 0.9, 0.9], [0.8, 0.6, 0.8])]
