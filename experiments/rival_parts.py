@@ -5,6 +5,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
@@ -49,17 +50,25 @@ def long_questions(seed, n, least=20, most=32):
     return rows
 
 
-def long_cold_start(model, tokenizer, seed, least=20, most=32, sloppy=True):
+def two_turn_questions(seed, n, least, most):
+    """Two of long_questions in one, to be asked one after the other: "37c 42d", "#### 7\n#### 8"."""
+    rows = long_questions(seed, 2 * n, least, most)
+    return [{"question": f"{a['question']} {b['question']}", "answer": f"{a['answer']}\n{b['answer']}"}
+            for a, b in zip(rows[::2], rows[1::2])]
+
+
+def long_cold_start(model, tokenizer, seed, least=20, most=32, sloppy=True, turns=1):
     """Teach the model to count, then a sloppy teacher's ways, until it is right in less than a third of 128
     probe questions; he slips 1.3 times in a chain of middle length. Not sloppy: the true ways, broken off at a
-    fifth."""
+    fifth. Of several turns, the first is probed."""
     rng, probe = random.Random(seed), long_questions("probe", 128, least, most)
     s = train_math.Settings(max_completion_length=6 * most + 18)
 
     def teach(steps, size, rate, *how):
         def row():
-            row = fibonacci(rng, *how)
-            return {**row, "answer": row["worked"]}
+            row, *more = [fibonacci(rng, *how) for _ in range(turns)]
+            later = [f"{tokenizer.eos_token}{turn['question']}\n{turn['worked']}" for turn in more]
+            return {**row, "answer": "".join([row["worked"], *later])}
         supervise(model, tokenizer, row, steps, size, rate, "cold start")
         return train_math.evaluate(model, tokenizer, probe, s, temperature=1.0)[0]["eval_strict"]
 
@@ -197,6 +206,64 @@ class StepAdvantages:
             flat = torch.cat([credit[i] for i in batch.rows])
             batch.advantages = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
         return minibatches
+
+
+class TwoTurns:
+    """Conversations: two_turn_questions' second question is asked after the answer to the first. A response is
+    answer, second question, answer; the question is masked out. Rewards are means over turns. With `own`, GSPO-token's
+    advantages (B, T): each turn's reward compared with the same turn's in the group.
+
+    Its methods replace train_math's functions of these names; max_completion_length is a turn's."""
+
+    def __init__(self, tokenizer, own):
+        self.tokenizer, self.own, self.turns = tokenizer, own, []
+
+    def split(self, prompt):
+        """(the first question, the second), lists of token ids, each with its newline."""
+        space = prompt.index(self.tokenizer.convert_tokens_to_ids(" "))
+        return prompt[:space] + prompt[-1:], prompt[space + 1:]
+
+    def rollout(self, model, prompts, group_size, *arguments):
+        asked = [self.split(prompt) for prompt in prompts for _ in range(group_size)]
+        first, log_probs = rollout(model, [self.split(prompt)[0] for prompt in prompts], group_size, *arguments)
+        so_far = [question + answer + then for (question, then), answer in zip(asked, first)]
+        second, more = rollout(model, so_far, 1, *arguments)
+        self.turns += zip(first, second)
+        return [a + then + b for a, (_, then), b in zip(first, asked, second)], torch.cat([log_probs, more], dim=1)
+
+    def correctness_reward(self, prompts, completions, answer):
+        turns, self.turns = self.turns, []  # of the whole rollout, which may have come in parts
+        self.first_lengths = [len(first) for first, _ in turns]
+        self.rewards = torch.tensor([correctness_reward(None, self.tokenizer.batch_decode(turn, True), gold)
+                                     for turn, gold in zip(zip(*turns), zip(*(a.split("\n") for a in answer)))])
+        return self.rewards.mean(dim=0).tolist()
+
+    def group_advantages(self, rewards, group_size):
+        if not self.own:
+            return group_advantages(rewards, group_size)
+        self.advantages = torch.stack([group_advantages(turn, group_size) for turn in self.rewards], dim=1)
+        return self.advantages.any(dim=1).float()  # 0 is left out as having no gradient
+
+    def build_minibatches(self, prompts, responses, advantages, s):
+        asked = [self.split(prompt) for prompt in prompts]
+        minibatches = build_minibatches([first for first, _ in asked], responses, advantages, s)
+        for batch in sum(minibatches, []):
+            if self.own:
+                batch.advantages = torch.zeros(batch.mask.shape)
+            for i, row in enumerate(batch.rows):
+                first, second = asked[row]
+                end = len(first) - 1 + self.first_lengths[row]  # of the first answer; the mask is of ids[:, 1:]
+                batch.mask[i, end:end + len(second)] = False
+                if self.own:
+                    batch.advantages[i, :end], batch.advantages[i, end:] = self.advantages[row]
+        return minibatches
+
+    def right(self, model, questions, temperature, s):
+        """Share of right answers, over questions and turns."""
+        with mock.patch.object(train_math, "rollout", self.rollout):
+            _, texts, _ = train_math.sample(model, self.tokenizer, questions, 1, temperature, s)
+        rewards = self.correctness_reward(None, texts, [row["answer"] for row in questions])
+        return sum(rewards) / len(rewards)
 
 
 # ---- PPO's critic -------------------------------------------------------------------------------------------
@@ -353,5 +420,6 @@ class Engine:
         return token_loss(log_probs, old_log_probs, self.factor * advantages[:, None], *arguments, **more)
 
 
-build_minibatches, response_log_probs, rollout = (  # as they are, whatever is put in their place later
-    train_math.build_minibatches, train_math.response_log_probs, train_math.rollout)
+build_minibatches, correctness_reward, group_advantages, response_log_probs, rollout = (  # as they are,
+    train_math.build_minibatches, train_math.correctness_reward, train_math.group_advantages,
+    train_math.response_log_probs, train_math.rollout)  # whatever is put in their place later

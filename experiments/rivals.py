@@ -52,6 +52,10 @@ TASKS |= {f"{tokens} tokens": (tiny_model, partial(parts.long_cold_start, least=
                                partial(parts.long_questions, least=least, most=most),
                                dict(max_completion_length=6 * most + 18, learning_rate=3e-4))
           for tokens, (least, most) in CHAINS.items()}
+TASKS["unfinished, 60 tokens"] = (tiny_model, partial(parts.long_cold_start, least=7, most=11, sloppy=False),
+                                  *TASKS["60 tokens"][2:])
+TASKS["two turns"] = (tiny_model, partial(parts.long_cold_start, least=7, most=11, turns=2),
+                      partial(parts.two_turn_questions, least=7, most=11), TASKS["60 tokens"][-1])
 STUDENT = {2: 12.71, 3: 4.303, 6: 2.571}  # cold starts: the t of a 95% interval
 KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm", "seconds",
         "seconds_update")
@@ -109,23 +113,27 @@ SUCCESSORS = {  # the first: of the paper or, if it tells none, in use
     "dr_grpo": ([0.2, 0.2], [0.1, 0.1], [0.05, 0.05], [0.5, 0.5])}
 EXPERIMENTS = {
     "clip_range": {
-        f"{algorithm.upper()}'s clip range, {task} responses": {
-            f"{e:g}": arm(algorithm, e, task) for e in ranges}
-        for algorithm, task, ranges in ((GSPO, "long", (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)),
-                                        (GRPO, "long", (3e-4, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.5)),
-                                        (GSPO, "short", (3e-4, 3e-3, 0.01, 0.03, 0.1)),
-                                        (GRPO, "short", (3e-4, 0.03, 0.1, 0.2, 0.5)))},
+        f"{algorithm.upper()}'s clip range, {task} responses" + ", 1 epoch" * (epochs == 1): {
+            f"{e:g}": arm(algorithm, e, task, epochs) for e in ranges}
+        for algorithm, task, epochs, ranges in ((GSPO, "long", 4, (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2)),
+                                                (GRPO, "long", 4, (3e-4, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.5)),
+                                                (GSPO, "long", 1, (3e-4, 1e-3, 3e-3, 0.01, 0.03)),
+                                                (GRPO, "long", 1, (0.01, 0.03, 0.1, 0.2, 0.5)),
+                                                (GSPO, "short", 4, (3e-4, 3e-3, 0.01, 0.03, 0.1)),
+                                                (GRPO, "short", 4, (3e-4, 0.03, 0.1, 0.2, 0.5)))},
     "factorial": {
         "long responses, 4 epochs a rollout": factorial(0.003, 0.1),
         "the same, 1 epoch a rollout": factorial(0.003, 0.1, epochs=1),
         "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
     "negatives": {
-        "no gate, weight 1": {"GSPO": arm(GSPO, 0.003), "A < 0 times 1": NO_GATE} | {
-            f"A < 0 times {x:g}": arm(GSPO, 0.99, loss=["one", "one", None, "both", None, x])
-            for x in (0.5, 0.36, 0.25, 0)},
-        "GRPO's gate and weight": {"A < 0 times 1": arm(GRPO, 0.1)} | {
-            f"A < 0 times {x:g}": arm(GRPO, 0.1, loss=["token", "token", None, "both", None, x])
-            for x in (0.25, 0)}},
+        "no gate, weight 1" + ended: {"GSPO": arm(GSPO, 0.003, **more), "A < 0 times 1": {**NO_GATE, **more}} | {
+            f"A < 0 times {x:g}": arm(GSPO, 0.99, loss=["one", "one", None, "both", None, x], **more)
+            for x in (0.5, 0.36, 0.25, 0)}
+        for ended, more in (("", {}), (", 1 epoch", {"epochs": 1}))} | {
+        "GRPO's gate and weight" + ended: {"A < 0 times 1": arm(GRPO, 0.1, **more)} | {
+            f"A < 0 times {x:g}": arm(GRPO, 0.1, loss=["token", "token", None, "both", None, x], **more)
+            for x in (0.25, 0)}
+        for ended, more in (("", {}), (", 1 epoch", {"epochs": 1}))},
     "successors_range": {name: {str(eps): after(name, eps) for eps in ranges} for name, ranges in SUCCESSORS.items()},
     "successors": {panel: both(*ranges, **more) | {
         name.upper().replace("DR_", "Dr. "): after(name, eps, **more) for name, (eps, *_) in SUCCESSORS.items()}
@@ -141,8 +149,10 @@ EXPERIMENTS = {
         f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, f"{tokens} tokens")
         for algorithm, ranges in ((GSPO, (0.003, 0.01, 0.03)), (GRPO, (0.03, 0.1, 0.2)))
         for eps in ranges} for tokens in CHAINS},
-    "unfinished": {"40 rollouts": {label: {**spec, "task": "unfinished", "max_steps": 40}
-                                   for label, spec in both(**BEST).items()}},
+    "unfinished": {"40 rollouts": both(**BEST, task="unfinished", max_steps=40)} | {
+        f"60 tokens, {steps} rollouts, learning rate {rate:g}": both(
+            **BEST, task="unfinished, 60 tokens", max_steps=steps, learning_rate=rate)
+        for steps, rate in ((100, 3e-4), (100, 1e-3))},
     "collapse": {"from a policy that a run without a gate has ruined": both(**BEST, first=NO_GATE),
                  "from GSPO's policy": {"no gate": {**NO_GATE, "first": arm(GSPO, 0.003)}}},
     "corrected": {f"{algorithm.upper()}, {name}": {
@@ -166,6 +176,9 @@ EXPERIMENTS = {
                       "GSPO-token, own + one reward": arm("gspo_token", eps, step_rewards="both", **more)}
                for name, eps, more in (("long responses", 0.003, {}),
                                        ("short responses", 0.03, {"task": "short"}))},
+    "turns": {"": {name: arm(algorithm, eps, "two turns", turns=turns) for name, algorithm, eps, turns in (
+        ("GSPO, one reward", GSPO, 0.003, "one"), ("GSPO-token, each turn its own", "gspo_token", 0.003, "own"),
+        ("GRPO, one reward", GRPO, 0.1, "one"), ("GRPO, each turn its own", GRPO, 0.1, "own"))}},
     "moe": {"": {**both(**BEST, task="long_moe", replay=False),
                  **both(**BEST, label=", Routing Replay", task="long_moe", replay=True)}},
     "engine": {name: both(**BEST) | both(**BEST, label=", recomputed", engine=[kind, False])
@@ -201,6 +214,8 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
     """Share of right answers to 256 questions: "held out", which RL never sees, or others, to choose ranges by."""
     torch.manual_seed(cold)
     questions = TASKS[task][2](name, 256)
+    if task == "two turns":
+        return parts.TwoTurns(tokenizer, False).right(model, questions, temperature, settings_of(task))
     return train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature)[0]["eval_strict"]
 
 
@@ -236,6 +251,10 @@ def train(spec, model, tokenizer, seed):
         modulo = 10 if spec["task"] == "long" else None
         credit = parts.StepAdvantages(tokenizer, modulo, both=spec["step_rewards"] == "both")
         pieces |= {name: getattr(credit, name) for name in ("group_advantages", "build_minibatches")}
+    if "turns" in spec:
+        turns = parts.TwoTurns(tokenizer, own=spec["turns"] == "own")
+        pieces |= {name: getattr(turns, name) for name in ("rollout", "correctness_reward", "group_advantages",
+                                                           "build_minibatches")}
     if "replay" in spec:
         replay = parts.RoutingReplay(model, spec["replay"])
         pieces["response_log_probs"] = replay.response_log_probs
@@ -314,8 +333,8 @@ def run_all(arms, colds, seeds, jobs, path):
 
 def table(name, rows):
     """Markdown: an arm a line, with the mean and every value."""
-    lines = ["| arm | right, mean | minus the panel's first | each run, cold start by cold start | reward over the run "
-             "| clipped | std of log s | entropy, last | experts changed |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| arm | right, mean | minus the panel's first | each run, cold start by cold start | right, probe | reward "
+             "over the run | clipped | std of log s | entropy, last | experts changed |", "|---" * 10 + "|"]
     for panel, arms in EXPERIMENTS[name].items():
         first = None
         for label, spec in arms.items():
@@ -326,13 +345,15 @@ def table(name, rows):
             values = "; ".join(" ".join(f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in spec)
                                         for r in own if r["cold"] == cold) for cold in sorted({r["cold"] for r in own}))
 
+            probes = [r["probe"] for r in own if "probe" in r]
+
             def average(metric, form, start=0):
                 values = [x for r in own for x in r.get(metric, [])[start:] if x is not None]
                 return format(statistics.fmean(values), form) if values else "-"
 
             lines.append("| " + " | ".join([
                 ": ".join(filter(None, (panel, label))), f"{mean_accuracy(own):.2f}",
-                difference(own, first), values,
+                difference(own, first), values, f"{statistics.fmean(probes):.3f}" if probes else "-",
                 average("reward", ".2f"), average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
                 average("entropy", ".3f", -1), average("experts_changed", ".1%")]) + " |")
     starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows if "first" not in r["arm"]}

@@ -198,6 +198,62 @@ class TestAdvantages:
         assert order, "own + one"
 
 
+class TestTwoTurns:
+    @pytest.fixture
+    def tokenizer(self):
+        return tiny_tokenizer()
+
+    def test_are_taught_as_they_are_asked(self, tokenizer, monkeypatch):
+        taught, rights = [], iter((1.0, 0.2))
+        monkeypatch.setattr(parts, "supervise", lambda model, tokenizer, row, *_: taught.append(row()))
+        monkeypatch.setattr(train_math, "evaluate", lambda *_, **__: ({"eval_strict": next(rights)}, []))
+        parts.long_cold_start(None, tokenizer, 0, 7, 11, turns=2)
+        ids = tokenizer(taught[0]["answer"]).input_ids
+        end = ids.index(tokenizer.eos_token_id)
+        first, second = (tokenizer.decode(part) for part in (ids[:end], ids[end + 1:]))
+        question, worked = second.split("\n", 1)
+        assert first == taught[0]["worked"]
+        assert worked[:2] == question[2] + question[0] and "####" in worked
+
+    @pytest.mark.parametrize("own", [False, True])
+    def test_mask_the_question_and_credit_each_turn(self, tokenizer, own):
+        model, turns = tiny_model(tokenizer, 0), parts.TwoTurns(tokenizer, own)
+        rows = parts.two_turn_questions(0, 2, 3, 5)
+        prompts = [train_math.encode_prompt(tokenizer, row["question"]) for row in rows]
+        torch.manual_seed(0)
+        responses, sampled = turns.rollout(model, prompts, 2, 6, 1.0, torch.arange(0, 30))
+        turns_of = list(turns.turns)
+        asked = [row for row in rows for _ in range(2)]
+        for (first, second), response, row in zip(turns_of, responses, asked):
+            then = tokenizer(row["question"].split(" ")[1] + "\n").input_ids
+            assert response == first + then + second and len(then) == 4
+        assert turns.correctness_reward(None, None, [row["answer"] for row in asked]) == [0.0] * 4
+        turns.rewards = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 1]])  # first turn, second turn
+        one = turns.group_advantages(turns.rewards.mean(dim=0), 2)
+        assert (one != 0).all() or own
+        s = train_math.Settings(device="cpu", minibatches=1, micro_batch_tokens=10**6)
+        (batch,), = turns.build_minibatches([prompts[i // 2] for i in range(4)], responses, one, s)
+        log_probs = train_math.response_log_probs(model, batch, 1.0).detach()
+        assert sorted(batch.rows) == [0, 1, 2, 3]
+        for i, row in enumerate(batch.rows):
+            first, second = turns_of[row]
+            assert batch.mask[i].sum() == len(first) + len(second), "the second question is masked out"
+            assert_close(log_probs[i][batch.mask[i]], torch.cat([sampled[row, :len(first)],
+                                                                 sampled[row, 6:6 + len(second)]]))
+            if own:
+                given = batch.advantages[i][batch.mask[i]]
+                expected = torch.tensor([[1.0, 0], [-1, 0], [0, -1], [0, 1]])[row] / 2**0.5
+                assert_close(given[:len(first)], expected[0].expand(len(first)), atol=1e-3, rtol=0)
+                assert_close(given[len(first):], expected[1].expand(len(second)), atol=1e-3, rtol=0)
+
+    def test_count_the_right_answers_of_both_turns(self, tokenizer):
+        turns = parts.TwoTurns(tokenizer, True)
+        write = lambda text: tokenizer(text).input_ids + [tokenizer.eos_token_id]
+        turns.turns = [(write("#### 7"), write("#### 8")), (write("a1+1=2\n#### 7"), write("#### 7"))]
+        assert turns.correctness_reward(None, None, ["#### 7\n#### 8"] * 2) == [1.0, 0.5]
+        assert turns.rewards.tolist() == [[1.0, 1.0], [1.0, 0.0]] and not turns.turns
+
+
 class TestCritic:
     values = torch.tensor([[9.0, 0.2, 0.5, 0.4], [0.3, 0.1, 9.0, 9.0]])
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]).bool()
@@ -438,16 +494,19 @@ class TestRuns:
     @pytest.fixture
     def small(self, tmp_path, monkeypatch):
         """Two rollouts of 4 x 4 responses on an untrained model, whose reward is a letter's parity."""
-        def questions(seed, n):
-            return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
+        def questions(seed, n, question="Eve?"):
+            return [{"question": question, "answer": "#### 1\n#### 1"}] * (8 if seed == "held out" else n)
         settings = dict(max_completion_length=8, learning_rate=1e-2)  # ratios above 2, too
         for task, (make, *_) in rivals.TASKS.items():
             monkeypatch.setitem(rivals.TASKS, task, (make, lambda *_: None, questions, settings))
+        asked = functools.partial(questions, question="Eve? Bob?")
+        monkeypatch.setitem(rivals.TASKS, "two turns", (make, lambda *_: None, asked, settings))
         small = dict(prompts_per_step=4, group_size=4, max_steps=2)
         monkeypatch.setattr(rivals, "COMMON", rivals.COMMON | small)
         monkeypatch.setattr(rivals, "COLD", tmp_path)
-        monkeypatch.setattr(train_math, "correctness_reward",
-                            lambda prompts, completions, answer: [float(len(set(c)) % 2) for c in completions])
+        for module in train_math, parts:
+            monkeypatch.setattr(module, "correctness_reward",
+                                lambda prompts, completions, answer: [float(len(set(c)) % 2) for c in completions])
 
     @pytest.mark.parametrize("name", rivals.EXPERIMENTS)
     def test_of_each_experiment_run_and_each_piece_has_an_effect(self, small, name):
@@ -492,13 +551,13 @@ class TestRuns:
         for i, (spec, cold, k) in enumerate(itertools.product(arms, range(2), range(2))):
             row = {"arm": spec, "cold": cold, "seed": 100 * cold + k, "start": 0.3, "accuracy": i / 100,
                    "reward": [0.5], "clip_fraction": [0.25], "log_ratio_std": [None], "entropy": [0.1],
-                   "experts_changed": [0.02]}
+                   "experts_changed": [0.02], "probe": 0.25}
             append(tmp_path / "runs.jsonl", row)
         append(tmp_path / "runs.jsonl", {**row, "arm": rivals.arm("grpo", 0.3)})  # of another experiment
         rows = rivals.run_all(arms, colds=2, seeds=2, jobs=1, path=tmp_path / "runs.jsonl")
         assert len(rows) == 16
         line = rivals.table("moe", rows).splitlines()[3]
-        assert line == "| GRPO | 0.06 | +0.04 ± 0.00 | 0.04 0.05; 0.06 0.07 | 0.50 | 25.0% | - | 0.100 | 2.0% |"
+        assert line == "| GRPO | 0.06 | +0.04 ± 0.00 | 0.04 0.05; 0.06 0.07 | 0.250 | 0.50 | 25.0% | - | 0.100 | 2.0% |"
         rivals.draw("moe", rows, tmp_path / "moe.png")
         assert (tmp_path / "moe.png").stat().st_size > 1000
 
