@@ -72,24 +72,24 @@ def arm(algorithm, eps, task="long", epochs=4, **pieces):
 
 
 def factorial(sequence, token, **more):
-    """weight x gate; GSPO's gate on one side; and as many responses as GSPO's gate would take out of each
-    minibatch, but others, at random. The algorithm says which ratio the metrics describe; .99 is a clip range
-    that nothing leaves."""
-    arms, names = {}, {("sequence", "sequence"): "GSPO: ", ("token", "token"): "GRPO: "}
+    """gate x weight. The algorithm says which ratio the metrics describe; .99 is a clip range that nothing leaves."""
+    arms, names = {}, {("sequence", "sequence"): " (GSPO)", ("token", "token"): " (GRPO)"}
     for gate, algorithm, eps in (("sequence", GSPO, sequence), ("token", GRPO, token), ("one", GSPO, 0.99)):
         for weight, cap in (("sequence", None), ("one", None), ("token", 2), ("token", None)):
             name = "" if cap else names.get((weight, gate), "")
-            capped = ", at most 2" if cap else ""
-            label = f"{name}weight {weight}{capped}; {gate} gate".replace("weight one", "weight 1")
-            label = label.replace("one gate", "no gate")
+            label = f"{gate} gate, weight {weight}{', at most 2' if cap else ''}{name}"
+            label = label.replace("one gate", "no gate").replace("weight one", "weight 1").replace("weight sequence", "weight s")
             arms[label] = arm(algorithm, eps, **({} if name else {"loss": [weight, gate, cap]}), **more)
-    for side, where in (("above", "A > 0"), ("below", "A < 0")):
-        loss = ["sequence", "sequence", None, side]
-        arms[f"weight sequence; sequence gate, {where} only"] = arm(GSPO, sequence, loss=loss, **more)
-    for shuffled, whom in (("all", "any"), ("sign", "of like sign of A")):
-        loss = ["sequence", "sequence", None, "both", shuffled]
-        arms[f"weight sequence; as many at random, {whom}"] = arm(GSPO, sequence, loss=loss, **more)
     return arms
+
+
+def gate(eps, **more):
+    """GSPO's gate on one side; and as many responses as it would take out of each minibatch, but others, at random."""
+    losses = {"only those of A < 0": ["below"], "only those of A > 0": ["above"],
+              "as many of each sign of A, at random": ["both", "sign"], "as many, at random": ["both", "all"]}
+    return {"what GSPO drops": arm(GSPO, eps, **more)} | {
+        label: arm(GSPO, eps, loss=["sequence", "sequence", None, *how], **more) for label, how in losses.items()} | {
+        "nothing": arm(GSPO, 0.99, loss=["sequence", "one", None], **more)}
 
 
 def both(gspo, grpo, label="", **more):
@@ -125,6 +125,8 @@ EXPERIMENTS = {
         "long responses, 4 epochs a rollout": factorial(0.003, 0.1),
         "the same, 1 epoch a rollout": factorial(0.003, 0.1, epochs=1),
         "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
+    "gate": {"long responses, 4 epochs: dropped": gate(0.003), "1 epoch": gate(0.003, epochs=1),
+             "short, 4 epochs": gate(0.03, task="short")},
     "negatives": {
         "no gate, weight 1" + ended: {"GSPO": arm(GSPO, 0.003, **more), "A < 0 times 1": {**NO_GATE, **more}} | {
             f"A < 0 times {x:g}": arm(GSPO, 0.99, loss=["one", "one", None, "both", None, x], **more)
@@ -147,7 +149,7 @@ EXPERIMENTS = {
         "training forward in bf16": both(**BEST, autocast=True) | {"GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True)}},
     "length": {f"{tokens} tokens": {
         f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, f"{tokens} tokens")
-        for algorithm, ranges in ((GSPO, (0.003, 0.01, 0.03)), (GRPO, (0.03, 0.1, 0.2)))
+        for algorithm, ranges in ((GSPO, (0.001, 0.003, 0.01, 0.03)), (GRPO, (0.03, 0.1, 0.2, 0.5)))
         for eps in ranges} for tokens in CHAINS},
     "unfinished": {"40 rollouts": both(**BEST, task="unfinished", max_steps=40)} | {
         f"60 tokens, {steps} rollouts, learning rate {rate:g}": both(
