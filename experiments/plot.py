@@ -51,7 +51,8 @@ def draw(runs, path, eps_high=None):
     for axis, title in zip(axes, PANELS.values()):
         axis.update_datalim([(1, 0)])  # so that the room above counts from 0
         axis.autoscale_view()
-        axis.set(title=title, xlabel="step (rollouts)", ylim=(0, None))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set(title=title, xlabel="rollout", ylim=(0, None))
         axis.grid(alpha=0.3)
     axes[0].legend()
     if eps_high:

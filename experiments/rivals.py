@@ -347,7 +347,7 @@ def table(name, rows):
             values = "; ".join(" ".join(f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in spec)
                                         for r in own if r["cold"] == cold) for cold in sorted({r["cold"] for r in own}))
 
-            probes = [r["probe"] for r in own if "probe" in r]
+            probes = by_cold_start([r for r in own if "probe" in r], "probe").values()
 
             def average(metric, form, start=0):
                 values = [x for r in own for x in r.get(metric, [])[start:] if x is not None]
@@ -365,15 +365,19 @@ def table(name, rows):
     return "\n".join(lines) + "\n"
 
 
+def by_cold_start(rows, name="accuracy"):
+    """{cold start: mean over its runs}"""
+    return {cold: statistics.fmean(r[name] for r in rows if r["cold"] == cold) for cold in {r["cold"] for r in rows}}
+
+
 def mean_accuracy(rows):
-    return statistics.fmean(r["accuracy"] for r in rows)
+    return statistics.fmean(by_cold_start(rows).values())
 
 
 def difference(rows, others):
     """Mean difference in accuracy over the cold starts that both have, and its 95% interval (Student's t)."""
-    colds = sorted({r["cold"] for r in rows} & {r["cold"] for r in others})
-    d = [mean_accuracy([r for r in rows if r["cold"] == cold]) - mean_accuracy([r for r in others if r["cold"] == cold])
-         for cold in colds]
+    own, first = by_cold_start(rows), by_cold_start(others)
+    d = [own[cold] - first[cold] for cold in sorted(own.keys() & first.keys())]
     return (f"{statistics.fmean(d):+.2f} ± {STUDENT[len(d)] * statistics.stdev(d) / len(d) ** 0.5:.2f}"
             if len(d) in STUDENT and rows != others else "-")
 
