@@ -78,7 +78,8 @@ def factorial(sequence, token, **more):
         for weight, cap in (("sequence", None), ("one", None), ("token", 2), ("token", None)):
             name = "" if cap else names.get((weight, gate), "")
             label = f"{gate} gate, weight {weight}{', at most 2' if cap else ''}{name}"
-            label = label.replace("one gate", "no gate").replace("weight one", "weight 1").replace("weight sequence", "weight s")
+            for word, better in (("one gate", "no gate"), ("weight one", "weight 1"), ("weight sequence", "weight s")):
+                label = label.replace(word, better)
             arms[label] = arm(algorithm, eps, **({} if name else {"loss": [weight, gate, cap]}), **more)
     return arms
 
@@ -128,7 +129,8 @@ EXPERIMENTS = {
     "gate": {"long responses, 4 epochs: dropped": gate(0.003), "1 epoch": gate(0.003, epochs=1),
              "short, 4 epochs": gate(0.03, task="short")},
     "negatives": {
-        "no gate, weight 1" + ended: {"GSPO": arm(GSPO, 0.003, **more), "A < 0 times 1": {**NO_GATE, **more}} | {
+        "no gate, weight 1" + ended: {
+            "GSPO, with its gate": arm(GSPO, 0.003, **more), "A < 0 times 1": {**NO_GATE, **more}} | {
             f"A < 0 times {x:g}": arm(GSPO, 0.99, loss=["one", "one", None, "both", None, x], **more)
             for x in (0.5, 0.36, 0.25, 0)}
         for ended, more in (("", {}), (", 1 epoch", {"epochs": 1}))} | {
@@ -335,8 +337,8 @@ def run_all(arms, colds, seeds, jobs, path):
 
 def table(name, rows):
     """Markdown: an arm a line, with the mean and every value."""
-    lines = ["| arm | right, mean | minus the panel's first | each run, cold start by cold start | right, probe | reward "
-             "over the run | clipped | std of log s | entropy, last | experts changed |", "|---" * 10 + "|"]
+    lines = ["| arm | right, mean | minus the panel's first | each run, cold start by cold start | right, probe "
+             "| reward over the run | clipped | std of log s | entropy, last | experts changed |", "|---" * 10 + "|"]
     for panel, arms in EXPERIMENTS[name].items():
         first = None
         for label, spec in arms.items():
