@@ -153,17 +153,21 @@ EXPERIMENTS = {
         f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, f"{tokens} tokens")
         for algorithm, ranges in ((GSPO, (0.001, 0.003, 0.01, 0.03)), (GRPO, (0.03, 0.1, 0.2, 0.5)))
         for eps in ranges} for tokens in CHAINS},
-    "unfinished": {"40 rollouts": both(**BEST, task="unfinished", max_steps=40)} | {
-        f"60 tokens, {steps} rollouts, learning rate {rate:g}": both(
-            **BEST, task="unfinished, 60 tokens", max_steps=steps, learning_rate=rate)
-        for steps, rate in ((100, 3e-4), (100, 1e-3))},
+    "unfinished": {"40 rollouts": both(**BEST, task="unfinished", max_steps=40),
+                   "60 tokens, 100 rollouts, learning rate 1e-3": both(
+                       **BEST, task="unfinished, 60 tokens", max_steps=100, learning_rate=1e-3)},
+    "unfinished_60": {"60 tokens, 100 rollouts, lower clip range": {
+        f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, "unfinished, 60 tokens", max_steps=100, learning_rate=3e-4)
+        for algorithm, eps in ((GSPO, 0.003), (GSPO, 0.01), (GRPO, 0.1), (GRPO, 0.2))}},
     "collapse": {"from a policy that a run without a gate has ruined": both(**BEST, first=NO_GATE),
                  "from GSPO's policy": {"no gate": {**NO_GATE, "first": arm(GSPO, 0.003)}}},
     "corrected": {f"{algorithm.upper()}, {name}": {
         " ".join(["recomputed", *way]): arm(algorithm, BEST[algorithm], engine=[kind, False, *way]) for way in ways}
         for name, kind, ways in (("8-bit weights", "float8", ((), ("tis",))),
                                  ("4 rollouts old", "stale", ((), ("tis",), ("icepop",)))) for algorithm in BEST},
-    "cold_starts": {"4 epochs a rollout": both(**BEST), "1 epoch": both(**BEST, epochs=1)},
+    "cold_starts": {  # the ranges that clip_range chooses on other questions, and the papers'
+        "4 epochs, ranges chosen": both(0.01, 0.1), "1 epoch, ranges chosen": both(0.01, 0.2, epochs=1),
+        "4 epochs, the papers' ranges": both(3e-4, 0.2), "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1)},
     "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
                       "6e-4": both(**BEST, learning_rate=6e-4)},
     "long_run": {"40 rollouts, lower clip range": {
