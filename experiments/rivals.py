@@ -167,7 +167,8 @@ EXPERIMENTS = {
                                  ("4 rollouts old", "stale", ((), ("tis",), ("icepop",)))) for algorithm in BEST},
     "cold_starts": {  # the ranges that clip_range chooses on other questions, and the papers'
         "4 epochs, ranges chosen": both(0.01, 0.1), "1 epoch, ranges chosen": both(0.01, 0.2, epochs=1),
-        "4 epochs, the papers' ranges": both(3e-4, 0.2), "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1)},
+        "4 epochs, the papers' ranges": both(3e-4, 0.2), "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1),
+        "1 epoch, early ranges": both(**BEST, epochs=1)},
     "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
                       "6e-4": both(**BEST, learning_rate=6e-4)},
     "long_run": {"40 rollouts, lower clip range": {
