@@ -77,9 +77,8 @@ def factorial(sequence, token, **more):
     for gate, algorithm, eps in (("sequence", GSPO, sequence), ("token", GRPO, token), ("one", GSPO, 0.99)):
         for weight, cap in (("sequence", None), ("one", None), ("token", 2), ("token", None)):
             name = "" if cap else names.get((weight, gate), "")
-            label = f"{gate} gate, weight {weight}{', at most 2' if cap else ''}{name}"
-            for word, better in (("one gate", "no gate"), ("weight one", "weight 1"), ("weight sequence", "weight s")):
-                label = label.replace(word, better)
+            shown = {"sequence": "s", "one": "1"}.get(weight, weight) + ", at most 2" * bool(cap)
+            label = f"{'no' if gate == 'one' else gate} gate, weight {shown}{name}"
             arms[label] = arm(algorithm, eps, **({} if name else {"loss": [weight, gate, cap]}), **more)
     return arms
 
