@@ -3,6 +3,9 @@ r"""GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.1807
 Pure functions on tensors; no model, no tokenizer, no config. Copy this file and it works. What it does NOT do:
 sample, score, shard or train (train_math.py trains), and add a KL penalty (the paper leaves it out for brevity).
 
+The idea: a response that earns more than its group's mean becomes likelier, one that earns less becomes less likely,
+and each response's one ratio s of now to then, clipped, says how far before new ones are sampled.
+
 Words: B responses, the `group_size` responses to one prompt side by side; T the padded response length; V the
 vocabulary. `log_probs` and `old_log_probs` (B, T) hold log \pi_\theta(y_{i,t} | x, y_{i,<t}) as it is now and as it
 was when the responses were sampled; `mask` (B, T) is 1 on response tokens, the end token included, 0 elsewhere.
@@ -69,10 +72,10 @@ def group_advantages(rewards, group_size, std_eps=1e-4):
     if not rewards.isfinite().all():
         raise ValueError("rewards must be finite: there is a NaN or an infinity among them")
     groups = _float(rewards).reshape(-1, group_size)
-    groups = groups - groups[:, :1]  # shifts no advantage, and equal rewards become 0 before a mean can round them
+    groups = groups - groups[:, :1]  # equal rewards become 0 before a mean can round them; no advantage changes
     centred = groups - groups.mean(dim=1, keepdim=True)
     advantages = centred / (groups.std(dim=1, keepdim=True) + std_eps)
-    return advantages.masked_fill(centred == 0, 0).flatten()  # 0 / 0 where std_eps = 0, too
+    return advantages.masked_fill(centred == 0, 0).flatten()  # catches the other half, 0 / 0 where std_eps = 0
 
 
 def token_log_probs(logits, tokens, temperature=1.0):
@@ -117,7 +120,7 @@ def gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high
     _require(advantages.shape == mask.shape[:1], advantages=advantages, mask=mask)
     ratio = sequence_ratio(log_probs, old_log_probs, mask)
     objective = clipped_objective(ratio, advantages, eps_low, eps_high)
-    return _loss(objective.where(mask.bool().any(dim=1), 0), denominator)
+    return _loss(objective.where(mask.bool().any(dim=1), 0), denominator)  # an empty response: s = 1 would earn A
 
 
 def gspo_token_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high=4e-4, denominator=None):

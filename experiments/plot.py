@@ -1,6 +1,6 @@
 """Runs' logs, read and pictured.
 
-    python experiments/plot.py runs/tiny [MORE ...] --output FILE.png      # some runs in one picture
+    python experiments/plot.py runs/math [MORE ...] --output FILE.png      # some runs in one picture
 """
 import argparse
 import json
@@ -8,15 +8,23 @@ import os
 import sys
 from pathlib import Path
 
+PANELS = {
+    "reward": "mean reward: samples (line),\nheld out with 95% interval (squares)",
+    "response_length": "response length\n(tokens)",
+    "clip_fraction": "clip fraction\n(share of tokens)",
+    "log_ratio_std": "spread of log s: how far\nlater minibatches have moved"}
+
 
 def read(path):
     """The rows of a .jsonl, but for a last line that a kill cut short."""
-    rows, path = [], Path(path)
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            pass
+    path = Path(path)
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                pass
     return rows
 
 
@@ -25,29 +33,30 @@ def append(path, row):
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-PANELS = {"accuracy": "right answers: samples (line),\nheld out with 95% interval (squares)",
-          "response_length": "response length\n(tokens)", "clip_fraction": "clip fraction\n(share of tokens)",
-          "log_ratio_std": "spread of log s: how far\nlater minibatches have moved"}
-
-
 def draw(runs, path, eps_high=None):
     """A picture of runs, {label: rows of metrics}, with GSPO's upper clip range if it is given."""
     try:
         import matplotlib
     except ImportError:
-        return print("no picture without matplotlib: pip install matplotlib", file=sys.stderr)
+        print("no picture without matplotlib: pip install matplotlib", file=sys.stderr)
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.6),
+                                layout="constrained")
     for i, (label, rows) in enumerate(runs.items()):
+        color = f"C{i}"
         for axis, name in zip(axes, PANELS):
             known = [row for row in rows if row.get(name) is not None]
-            axis.plot([row["step"] for row in known], [row[name] for row in known], ".-", color=f"C{i}", alpha=0.8,
-                      label=label)
+            steps = [row["step"] for row in known]
+            values = [row[name] for row in known]
+            axis.plot(steps, values, ".-", color=color, alpha=0.8, label=label)
         for row in rows:
-            if "eval_strict" in row:
-                axes[0].plot([row["step"]] * 2, row["eval_strict_interval"], "_-", color=f"C{i}", alpha=0.5)
-                axes[0].plot(row["step"], row["eval_strict"], "s", color=f"C{i}")
+            if "eval_reward" in row:
+                axes[0].plot(row["step"], row["eval_reward"], "s", color=color)
+            if "eval_reward_interval" in row:
+                axes[0].plot([row["step"]] * 2, row["eval_reward_interval"], "_-", color=color,
+                             alpha=0.5)
     for axis, title in zip(axes, PANELS.values()):
         axis.update_datalim([(1, 0)])  # so that the room above counts from 0
         axis.autoscale_view()
@@ -62,13 +71,17 @@ def draw(runs, path, eps_high=None):
     plt.close(figure)
 
 
-if __name__ == "__main__":
+def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="output_dirs of train_math.py")
     parser.add_argument("--output", type=Path, default=Path("runs.png"))
-    a = parser.parse_args()
-    missing = [str(run) for run in a.runs if not (run / "metrics.jsonl").exists()]
+    args = parser.parse_args()
+    missing = [str(run) for run in args.runs if not (run / "metrics.jsonl").exists()]
     if missing:
         parser.error(f"no metrics.jsonl in {', '.join(missing)}")
-    draw({os.path.relpath(run): read(run / "metrics.jsonl") for run in a.runs}, a.output)
-    print(a.output)
+    draw({os.path.relpath(run): read(run / "metrics.jsonl") for run in args.runs}, args.output)
+    print(args.output)
+
+
+if __name__ == "__main__":
+    main()
