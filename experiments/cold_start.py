@@ -1,4 +1,4 @@
-"""Before RL: show a model what RL can then strengthen. It never strengthens what a model never does.
+"""Before RL: show a model what RL can then strengthen; it never strengthens what is never done.
 
     python experiments/cold_start.py --steps 30 --model FOLDER_OR_HUB_ID --dataset FILE_OR_HUB_ID \\
         --output_dir FOLDER

@@ -1,6 +1,6 @@
 """Runs' logs, read and pictured.
 
-    python experiments/plot.py runs/math [MORE ...] --output FILE.png      # some runs in one picture
+    python experiments/plot.py runs/math [MORE ...] --output FILE.png  # some runs in one picture
 """
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The tiny model of the lesson and of the lab: a Qwen3 of 100,000 parameters that reads characters."""
+"""The tiny model of lesson and lab: a Qwen3 of 100,000 parameters that reads characters."""
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
