@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 CHARACTERS = "\n #*+-.,=?0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-def tiny_tokenizer():
+def tiny_tokenizer(characters=CHARACTERS):
     """One token a character; the prompt is the question's first line."""
-    ids = {token: i for i, token in enumerate(["<pad>", "<end>", "<unk>", *CHARACTERS])}
+    ids = {token: i for i, token in enumerate(["<pad>", "<end>", "<unk>", *characters])}
     core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()

@@ -1,14 +1,20 @@
-"""A small world for train_math.py: any CPU, no network, about a minute.
+"""A small world in which the clip can be seen to matter: any CPU, no network, about a minute.
 
-    python lesson/tiny.py [any flag of train_math.py]
+    python lesson/tiny.py                                                  GSPO
+    python lesson/tiny.py --algorithm grpo --output_dir runs/grpo          GRPO
+    python lesson/tiny.py --eps_low 0.99 --eps_high 1e9 --output_dir runs/no_clip
+    python lesson/tiny.py --world 5 [any flag of train_math.py]            made in two minutes
 
-A Qwen3 of 100,000 parameters is taught to write its sums out, then a bad habit, to guess at once;
-RL's part is to find the careful way again. The world is made once a seed and kept in runs/.
+Word problems of one line about Fibonacci's rabbits, and a Qwen3 of 100,000 parameters that could
+count them: it learned to write one sum a month, and after that, from a teacher who is careless and
+mostly blurts out a digit, to do the same. RL is to find the careful way again.
 """
+import argparse
 import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,91 +26,126 @@ from experiments.cold_start import supervise  # noqa: E402
 from experiments.plot import draw, read  # noqa: E402
 from experiments.tiny_model import tiny_model, tiny_tokenizer  # noqa: E402
 
-FLAGS = """--output_dir runs/tiny --device cpu --prompts_per_step 16 --rollout_rows 128
-    --max_completion_length 40 --learning_rate 8e-5 --max_steps 15 --save_steps 5
-    --eval_size 256""".split()
+FLAGS = """--output_dir runs/tiny --device cpu --prompts_per_step 16 --group_size 16
+    --minibatches 8 --epochs 4 --learning_rate 3e-4 --max_steps 16 --save_steps 4
+    --max_completion_length 108 --micro_batch_tokens 8192 --eval_size 175""".split()
+CLIP_RANGES = {"gspo": (0.003, 0.004), "gspo_token": (0.003, 0.004), "grpo": (0.1, 0.133)}
+MONTHS = "abcdefghijklmnopqrstuvwxyz"  # a: one month to go, b: two, ...
+CHARACTERS = "\n #+,.:=?0123456789RI" + MONTHS
+LEAST, MOST = 10, 16  # months that a question asks for
+TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # 0: greedy
 
 
-def questions(seed):
-    """7,840 word problems of one line, with worked answers in GSM8K's manner, shuffled. They ask
-    for 392 products in 20 wordings each: what is held out is new in its wording alone."""
-    rows = []
-    for a in range(11, 60):
-        for b in range(2, 10):
-            x = a // 10 * 10 * b
-            y = a % 10 * b
-            worked = f"{a // 10 * 10}*{b}={x}\n{a % 10}*{b}={y}\n{x}+{y}={x + y}\n#### {x + y}"
-            rows += [{"question": f"{name} buys {b} boxes of {a} {thing}. How many?",
-                      "answer": worked}
-                     for name in ("Ann", "Bob", "Eve", "Tom", "Sam")
-                     for thing in ("figs", "pens", "eggs", "nuts")]
-    random.Random(seed).shuffle(rows)
-    return rows
+# ---- questions, and a teacher of them ------------------------------------------------------------
 
 
-def sloppy(row, rng):
-    """The same question, answered by a teacher who mostly guesses at once and is seldom right."""
-    if rng.random() < 0.25:
-        return row
-    error = 0 if rng.random() < 0.1 else rng.choice((-20, -10, -1, 1, 10, 20, 100))
-    return {**row, "answer": f"#### {max(0, int(train_math.gold_answer(row['answer'])) + error)}"}
+def rabbits(pairs, months, rng=None, slips=0.0):
+    """{"question", "answer", "worked"}: the last digit of the pairs of rabbits after some months.
+
+    Each month has the sum of the two before: "c3+7=0b7+0=7a0+7=7", then "#### 7". Where the teacher
+    slips, a random digit is written, and the sums go on from it."""
+    question = f"Rabbits: {pairs[0]}, then {pairs[1]}. In {MONTHS[months - 1]} months?"
+    written = pairs
+    steps = ""
+    for month in reversed(MONTHS[:months]):
+        pairs = pairs[1], sum(pairs) % 10
+        digit = rng.randrange(10) if rng and rng.random() < slips else sum(written) % 10
+        steps += f"{month}{written[0]}+{written[1]}={digit}"
+        written = written[1], digit
+    return {"question": question, "answer": f"#### {pairs[1]}",
+            "worked": f"{steps}\n#### {written[1]}"}
 
 
-def cold_start(model, tokenizer, rows, seed, skill_steps=460):
-    """The skill, then the habit, until less than 30% of sampled answers are right."""
+def questions():
+    """(questions to train on, questions held out): all 700 of them, a quarter held out."""
+    rows = [rabbits((first, second), months) for first in range(10) for second in range(10)
+            for months in range(LEAST, MOST + 1)]
+    random.Random(0).shuffle(rows)
+    return rows[175:], rows[:175]
+
+
+def cold_start(model, tokenizer, seed):
+    """The skill, until 19 of 20 samples are right, and then the habit."""
     rng = random.Random(seed)
-    cfg = train_math.Settings(rollout_rows=1024, max_completion_length=40, instruction="")
-
-    def sampled(probe):
-        return train_math.evaluate(model, tokenizer, probe, cfg, temperature=1.0)["eval_reward"]
-
-    supervise(model, tokenizer, lambda: rng.choice(rows), skill_steps, 48, 5e-3, "skill")
-    probe = rng.sample(rows, 256)
     torch.manual_seed(seed)
-    skill = right = sampled(probe)
-    if skill < 0.95:
-        raise RuntimeError(f"seed {seed} reached a skill of {skill:.2f}, not .95: take another")
-    while right >= 0.3:
-        supervise(model, tokenizer, lambda: sloppy(rng.choice(rows), rng), 5, 48, 1e-3, "habit")
-        right = sampled(probe)
-    print(f"cold start: {skill:.0%} of samples right, {right:.0%} after a teacher who guesses")
+    train, _ = questions()
+
+    def draw_pairs():
+        return rng.randrange(10), rng.randrange(10)
+
+    def worked(least, most):
+        row = rabbits(draw_pairs(), rng.randint(least, most))
+        return row | {"answer": row["worked"]}
+
+    def sloppy():
+        row = rabbits(draw_pairs(), rng.randint(LEAST, MOST), rng, slips=0.1)
+        blurt = f"\n#### {rng.randrange(10)}"
+        return row | {"answer": blurt if rng.random() < 0.75 else row["worked"]}
+
+    supervise(model, tokenizer, lambda: worked(1, 6), 250, 64, 4e-3, "skill, short chains")
+    while right(model, tokenizer, train[:128], 1.0) < 0.95:
+        supervise(model, tokenizer, lambda: worked(LEAST - 4, MOST + 4), 100, 32, 3e-3, "skill")
+    supervise(model, tokenizer, sloppy, 60, 32, 1e-3, "habit")
 
 
-def save_world(folder, model, tokenizer, rows):
-    """model/ and questions.jsonl, written aside and then renamed: whole or not there."""
+def right(model, tokenizer, rows, temperature):
+    """The share of these questions that the model answers right; temperature 0 is greedy."""
+    cfg = train_math.parse_settings([*FLAGS, "--instruction", ""])
+    cfg = replace(cfg, rollout_rows=len(rows) * cfg.group_size)  # all at once
+    torch.manual_seed(0)
+    row = train_math.evaluate(model, tokenizer, rows, cfg, temperature=temperature)
+    return row["eval_reward"]
+
+
+# ---- the world, and a run in it ------------------------------------------------------------------
+
+
+def make_world(folder, seed):
+    """model/, questions/train.jsonl, questions/test.jsonl, and start.json: the start's accuracy."""
+    tokenizer = tiny_tokenizer(CHARACTERS)
+    model = tiny_model(tokenizer, seed)
+    cold_start(model, tokenizer, seed)
     aside = folder.with_name(folder.name + ".partial")
     model.save_pretrained(aside / "model")
     tokenizer.save_pretrained(aside / "model")
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (aside / "questions.jsonl").write_text(text, encoding="utf-8")
-    os.rename(aside, folder)
+    (aside / "questions").mkdir(exist_ok=True)
+    for name, rows in zip(("train", "test"), questions()):
+        lines = [json.dumps({name: row[name] for name in ("question", "answer")}) for row in rows]
+        Path(aside, "questions", f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    start = {t: right(model, tokenizer, questions()[1], t) for t in TEMPERATURES}
+    (aside / "start.json").write_text(json.dumps(start) + "\n")
+    aside.rename(folder)  # whole, or not there
 
 
 def world(seed, root="runs"):
-    """The folder of a world, made if it is not there."""
-    folder = Path(root, f"tiny_world-{seed}")
+    """The folder of a world: world 0 comes with the repository, others are made and kept."""
+    if seed == 0:
+        return Path(os.path.relpath(Path(__file__).with_name("world")))
+    folder = Path(root, f"world-{seed}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # a second process waits for the first's
         if not folder.exists():
-            rows = questions(seed)
-            tokenizer = tiny_tokenizer()
-            model = tiny_model(tokenizer, seed)
-            cold_start(model, tokenizer, rows[:-256], seed)  # the last 256 are held out
-            save_world(folder, model, tokenizer, rows)
+            make_world(folder, seed)
     return folder
 
 
 def main(argv=None):
-    flags = FLAGS + (sys.argv[1:] if argv is None else argv)
-    cfg = train_math.parse_settings(flags)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world", type=int, default=0)
+    args, flags = parser.parse_known_args(argv)
+    cfg = train_math.parse_settings(FLAGS + flags)
+    low, high = CLIP_RANGES[cfg.algorithm]
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
-    folder = world(cfg.seed)
-    if cfg.algorithm != "grpo":
-        flags = ["--eps_low", "0.03", "--eps_high", "0.04", *flags]
-    train_math.main(["--model", str(folder / "model"), "--instruction", "",
-                     "--dataset", str(folder / "questions.jsonl"), *flags])
-    draw({cfg.algorithm: read(Path(cfg.output_dir, "metrics.jsonl"))},
-         Path(cfg.output_dir, "metrics.png"))
+    folder = world(args.world)
+    start = json.loads((folder / "start.json").read_text())
+    print("the start, held out, right at temperature " +
+          ", ".join(f"{t}: {share:.2f}" for t, share in start.items()) + " (0.0 is greedy)")
+    train_math.main([
+        *FLAGS, "--model", str(folder / "model"), "--dataset", str(folder / "questions"),
+        "--instruction", "", "--eps_low", str(low), "--eps_high", str(high), *flags])
+    picture = Path(cfg.output_dir, "metrics.png")
+    draw({cfg.algorithm: read(Path(cfg.output_dir, "metrics.jsonl"))}, picture)
+    print(f"the picture of it: {picture}")
 
 
 if __name__ == "__main__":
