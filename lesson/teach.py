@@ -113,7 +113,7 @@ def run_tests(path):
 
 
 def shared_helper(path, failed):
-    """Whether the last of these functions calls a helper of the file that another one calls, too."""
+    """A word if the last of these calls one of the file's helpers that an earlier one calls."""
     own = functions_in(path)
     helpers = {}
     for name in failed:

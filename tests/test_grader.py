@@ -273,8 +273,8 @@ class TestPoints:
         assert row["total promises"][0] < row["total promises"][1] / 3
 
     def test_order_by_understanding(self, grades):
-        """In maths: the upcast costs nothing, swapped eps a little, a clip without the min more, then
-        the max for the min. Nothing is left of sequence_ratio without the root."""
+        """In maths a missing upcast costs nothing, swapped eps little, a clip without the min more,
+        the max for the min still more. Nothing is left of sequence_ratio without the root."""
         assert lost(grades["no_upcast"], "maths") == {}
         assert 5 <= sum(lost(grades["no_upcast"], "promises").values()) <= 8
         order = ("sign, swapped_eps", "self_call, clip_without_min", "no_root, max_for_min")
