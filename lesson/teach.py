@@ -13,10 +13,10 @@ Points are tests passed: sort by maths, then by promises. A remark says what to 
 file has no points: it does not load, hangs, dies. A line of --json, where points are [passed, of]:
 
     {"file": "ann.py", "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 8], ...,
-     "total maths": [95, 95], "total promises": [31, 45], "remark": "..."}
+     "total maths": [97, 97], "total promises": [31, 45], "remark": "..."}
 
-Files run with your rights, in at most 4 GB where the system can limit that; a file that is out to
-deceive the grader can. Where that matters, grade in a container and read the files.
+Files run with your rights, in at most 4 GB where the system can limit that. Where that matters,
+grade in a container, and read the files: one that is out to deceive the grader can.
 """
 import argparse
 import ast
