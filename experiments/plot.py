@@ -13,6 +13,9 @@ PANELS = {
     "response_length": "response length\n(tokens)",
     "clip_fraction": "clip fraction\n(share of tokens)",
     "log_ratio_std": "spread of log s: how far\nlater minibatches have moved"}
+OLD_NAMES = {  # of the committed logs' metrics
+    "accuracy": "reward", "eval_strict": "eval_reward",
+    "eval_strict_interval": "eval_reward_interval"}
 
 
 def read(path):
@@ -46,6 +49,8 @@ def draw(runs, path, eps_high=None):
                                 layout="constrained")
     for i, (label, rows) in enumerate(runs.items()):
         color = f"C{i}"
+        rows = [row | {new: row[old] for old, new in OLD_NAMES.items() if old in row}
+                for row in rows]
         for axis, name in zip(axes, PANELS):
             known = [row for row in rows if row.get(name) is not None]
             steps = [row["step"] for row in known]

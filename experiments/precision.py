@@ -1,25 +1,29 @@
 """How much of log s is rounding? Five settings of precision, on real weights.
 
-    OMP_NUM_THREADS=1 python experiments/precision.py --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]    # an hour, one core
+    OMP_NUM_THREADS=1 python experiments/precision.py --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]
 
-The model is SmolLM2-135M-Instruct, FOLDER holds GSM8K's train.jsonl. 16 responses of 512 tokens to its first four
-questions are sampled once, in float32; their first 32 and 128 tokens are the shorter ones. In each setting their
-log-probs are computed with the same weights: by the training forward, by the sampler (a KV cache, token by token),
-with 64 more columns of padding, and in micro-batches of 3 rows. Then four of them make one optimizer step of GSPO
-in float32 (AdamW, learning rate 1e-6, random rewards), and log s of the other twelve is measured in each setting
-between the same two sets of weights: what sets it apart from float32's is rounding.
+takes an hour on one core. The model is SmolLM2-135M-Instruct, FOLDER holds GSM8K's train.jsonl. 16
+responses of 512 tokens to its first four questions are sampled once, in float32; their first 32 and
+128 tokens are the shorter ones. In each setting their log-probs are computed with the same weights:
+by the training forward, by the sampler (a KV cache, token by token), with 64 more columns of
+padding, and in micro-batches of 3 rows. Then four of them make one optimizer step of GSPO in
+float32 (AdamW, learning rate 1e-6, random rewards), and log s of the other twelve is measured in
+each setting between the same two sets of weights: what sets it apart from float32's is rounding.
 
-Published weights are bfloat16, so they lie on bf16's grid, where a small step of a float32 copy rounds back to the
-very same bf16 number. Weights in the midst of training do not: all is measured on weights moved off the grid, by
-up to half a bf16 step each, and the optimizer step on the weights as published, too.
+Published weights are bfloat16, so they lie on bf16's grid, where a small step of a float32 copy
+rounds back to the very same bf16 number. Weights in the midst of training do not: all is measured
+on weights moved off the grid, by up to half a bf16 step each, and the optimizer step on the weights
+as published, too.
 
-TF32 needs a GPU; on a CPU it is emulated: inputs and weights of the linear layers (not attention's) are rounded to
-10 bits and summed in float32. float16 is slow on a CPU, which says nothing about GPUs. `--device cuda` takes the real
-TF32 and wall-clock times; it has never run on a GPU. Raw figures and table.md: results/precision/, or --output_dir;
-precision.png beside it."""
+TF32 needs a GPU; on a CPU it is emulated: inputs and weights of the linear layers (not attention's)
+are rounded to 10 bits and summed in float32. float16 is slow on a CPU, which says nothing about
+GPUs. `--device cuda` takes the real TF32 and wall-clock times; it has never run on a GPU. Raw
+figures and table.md: results/precision/, or --output_dir; precision.png beside it.
+"""
 import argparse
 import contextlib
 import copy
+import itertools
 import json
 import statistics
 import sys
@@ -28,12 +32,14 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from tqdm import tqdm
 
-import train_math
-from gspo import group_advantages, gspo_loss
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train_math  # noqa: E402
+from experiments.gsm8k import INSTRUCTION  # noqa: E402
+from experiments.rival_parts import minibatches_with_rows  # noqa: E402
+from gspo import group_advantages, gspo_loss  # noqa: E402
 
 LENGTHS = 32, 128, 512
 PROMPTS, GROUP, LOW, HIGH = 4, 4, 3e-4, 4e-4
@@ -42,7 +48,8 @@ STARTS = "off the grid", "as published"
 
 def tf32(x):
     """x rounded to TF32's 10 bits of mantissa, with x's gradient."""
-    return x + (((x.detach().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) - x).detach()
+    rounded = ((x.detach().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return x + (rounded - x).detach()
 
 
 @contextlib.contextmanager
@@ -54,10 +61,14 @@ def real_tf32():
         torch.set_float32_matmul_precision("highest")
 
 
+def tf32_linear(layer, x):
+    return torch.nn.functional.linear(tf32(x), tf32(layer.weight), layer.bias)
+
+
 @contextlib.contextmanager
 def emulated_tf32():
     forward = torch.nn.Linear.forward
-    torch.nn.Linear.forward = lambda self, x: torch.nn.functional.linear(tf32(x), tf32(self.weight), self.bias)
+    torch.nn.Linear.forward = tf32_linear
     try:
         yield
     finally:
@@ -68,10 +79,15 @@ def settings(device):
     """{name: (the weights' dtype, a context)}"""
     def autocast(dtype):  # without its cache, as that would keep the weights of before the step
         return lambda: torch.autocast(torch.device(device).type, dtype, cache_enabled=False)
-    tf32 = {"TF32": real_tf32} if "cuda" in device else {"TF32, emulated": emulated_tf32}
-    contexts = {"float32": contextlib.nullcontext, **tf32, "bf16 autocast": autocast(torch.bfloat16),
-                "bf16 weights": contextlib.nullcontext, "float16 autocast": autocast(torch.float16)}
-    return {name: (torch.bfloat16 if name == "bf16 weights" else torch.float32, c) for name, c in contexts.items()}
+
+    as_it_is = contextlib.nullcontext
+    tf32 = {"TF32, emulated": (torch.float32, emulated_tf32)}
+    if "cuda" in device:
+        tf32 = {"TF32": (torch.float32, real_tf32)}
+    return {"float32": (torch.float32, as_it_is), **tf32,
+            "bf16 autocast": (torch.float32, autocast(torch.bfloat16)),
+            "bf16 weights": (torch.bfloat16, as_it_is),
+            "float16 autocast": (torch.float32, autocast(torch.float16))}
 
 
 def seconds(device):
@@ -91,15 +107,15 @@ def log_probs(model, batch):
 
 
 def log_s(new, old):
-    """The mean over tokens of new - old, for each response; both are lists of (tokens,) or (b, T) rows."""
-    return [(n.double() - o.double()).mean().item() for n, o in zip(new, old, strict=True)]
+    """The mean over tokens of new - old, for each response; both {row: (n,)}, those that new has.
+    """
+    return [(new[i].double() - old[i].double()).mean().item() for i in sorted(new)]
 
 
 def forward(model, minibatches):
-    """{row: log-probs of its response (n,)}, by the training forward, without gradient."""
-    with torch.no_grad():
-        return {row: values[mask] for minibatch in minibatches for batch in minibatch
-                for row, values, mask in zip(batch.rows, log_probs(model, batch), batch.mask)}
+    """{row: log-probs of its response (n,)}, by the training forward."""
+    return {row: values[mask] for batch in itertools.chain(*minibatches)
+            for row, values, mask in zip(batch.rows, log_probs(model, batch), batch.mask)}
 
 
 def rollout(model, prompts, length):
@@ -108,8 +124,9 @@ def rollout(model, prompts, length):
 
 
 def decode(model, prompts, responses):
-    """The sampler's log-probs (B, T) of responses that are given: what it draws is replaced by them."""
-    columns = iter(tqdm(torch.tensor(responses, device=model.device).T[..., None], desc="decode", leave=False))
+    """The sampler's log-probs (B, T) of given responses: what it draws is replaced by them."""
+    columns = torch.tensor(responses, device=model.device).T[..., None]
+    columns = iter(tqdm(columns, desc="decode", leave=False))
     with mock.patch.object(train_math, "draw_tokens", lambda probs: next(columns)):
         return rollout(model, prompts, len(responses[0]))[1]
 
@@ -117,8 +134,11 @@ def decode(model, prompts, responses):
 @torch.no_grad()
 def off_the_grid(model):
     """The model's parameters, each moved by up to half the distance to the next bf16 number."""
-    return [p + (torch.rand_like(p) - 0.5) * 2.0**-7 * p.abs().clamp(min=1e-30).log2().floor().exp2()
-            for p in model.parameters()]
+    moved = []
+    for p in model.parameters():
+        step = 2.0**-7 * p.abs().clamp(min=1e-30).log2().floor().exp2()
+        moved.append(p + (torch.rand_like(p) - 0.5) * step)
+    return moved
 
 
 @torch.no_grad()
@@ -127,79 +147,98 @@ def set_parameters(model, values):
         p.copy_(value)
 
 
-def float32_step(model, start, minibatch, s):
+def float32_step(model, start, minibatch, cfg):
     """The parameters after one optimizer step of GSPO from `start`, in float32."""
     set_parameters(model, start)
     for batch in minibatch:
         new = log_probs(model, batch)
-        gspo_loss(new, new, batch.advantages, batch.mask, LOW, HIGH, denominator=GROUP).backward()
+        loss = gspo_loss(new, new, batch.advantages, batch.mask, LOW, HIGH, denominator=GROUP)
+        loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    torch.optim.AdamW(model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=0).step()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.95),
+                                  weight_decay=0)
+    optimizer.step()
     model.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
 
 
-def measure(model, prompts, responses, starts, moved, build, s):
-    """{length: {what: log s of each response}} in one setting, with the seconds of its forward."""
-    set_parameters(model, starts[STARTS[0]])
-    found, sampled = {}, decode(model, prompts, responses)
-    for n in LENGTHS:
-        minibatches = build(n, s.micro_batch_tokens)
-        began = seconds(s.device)
+def measure_length(model, n, sampled, starts, moved, build, cfg):
+    """{what: log s of each response} for responses of n tokens, and the seconds of the forward."""
+    minibatches = build(n, cfg.micro_batch_tokens)
+    with torch.no_grad():
+        began = seconds(cfg.device)
         old = forward(model, minibatches)
-        took = seconds(s.device) - began
-        compare = lambda new: log_s([new[i] for i in sorted(new)], [old[i] for i in sorted(new)])
-        again = {row: values[mask].detach() for batch in minibatches[0]  # now with a graph for the gradient
-                 for row, values, mask in zip(batch.rows, log_probs(model, batch), batch.mask)}
-        few_rows = build(n, 3 * max(map(len, prompts)) + 3 * n)
-        found[n] = {"decode": compare(dict(enumerate(sampled[:, :n]))), "again": compare(again),
-                    "rows": compare(forward(model, few_rows)), "seconds": took}
+        found = {"seconds": seconds(cfg.device) - began}
+    again = forward(model, minibatches[:1])  # with a graph for the gradient
+    found["again"] = log_s({row: values.detach() for row, values in again.items()}, old)
+    with torch.no_grad():
+        found["decode"] = log_s(dict(enumerate(sampled[:, :n])), old)
+        found["rows"] = log_s(forward(model, build(n, None)), old)
         for start in STARTS:
             set_parameters(model, starts[start])
-            before = old if start == STARTS[0] else forward(model, minibatches[1:])
+            before = forward(model, minibatches[1:])
             set_parameters(model, moved[start, n])
-            after = forward(model, minibatches[1:])
-            found[n][start] = log_s([after[i] for i in sorted(after)], [before[i] for i in sorted(after)])
+            found[start] = log_s(forward(model, minibatches[1:]), before)
         set_parameters(model, starts[STARTS[0]])
-        for batch in sum(minibatches, []):
-            batch.ids, batch.mask = (torch.nn.functional.pad(x, (0, 64)) for x in (batch.ids, batch.mask))
-        found[n]["padding"] = compare(forward(model, minibatches))
-    began = seconds(s.device)
-    for batch in build(min(LENGTHS), s.micro_batch_tokens)[0]:
+        for batch in itertools.chain(*minibatches):
+            batch.ids = torch.nn.functional.pad(batch.ids, (0, 64))
+            batch.mask = torch.nn.functional.pad(batch.mask, (0, 64))
+        found["padding"] = log_s(forward(model, minibatches), old)
+    return found
+
+
+def measure(model, prompts, responses, starts, moved, build, cfg):
+    """{length: {what: log s of each response}} in one setting, with the seconds of its forward."""
+    set_parameters(model, starts[STARTS[0]])
+    sampled = decode(model, prompts, responses)
+    found = {n: measure_length(model, n, sampled, starts, moved, build, cfg) for n in LENGTHS}
+    began = seconds(cfg.device)
+    for batch in build(min(LENGTHS), cfg.micro_batch_tokens)[0]:
         log_probs(model, batch).sum().backward()
-    return found | {"seconds with backward": seconds(s.device) - began}
+    return found | {"seconds with backward": seconds(cfg.device) - began}
 
 
 def outside(values):
-    return sum(not 1 - LOW <= torch.tensor(x, dtype=torch.float64).exp() <= 1 + HIGH for x in values) / len(values)
+    ratios = torch.tensor(values, dtype=torch.float64).exp()
+    return ((ratios < 1 - LOW) | (ratios > 1 + HIGH)).double().mean().item()
 
 
 def rounding(found, name, n):
     """What sets a setting's log s after the step apart from float32's: its standard deviation."""
-    return statistics.stdev(x - y for x, y in zip(found[name][n][STARTS[0]], found["float32"][n][STARTS[0]]))
+    pairs = zip(found[name][n][STARTS[0]], found["float32"][n][STARTS[0]])
+    return statistics.stdev(x - y for x, y in pairs)
+
+
+def cell(values):
+    return f"{statistics.stdev(values):.1e}, {outside(values):.0%} out"
 
 
 def table(found):
-    """Markdown: spreads of log s with the share of responses outside the clip range, and times over float32's."""
-    lines = ["| setting | tokens | sampler against forward | 64 more pad columns | micro-batches of 3 rows | "
-             "same micro-batch, max | after one step | apart from float32's | the step on published weights | "
-             "time, forward | with backward |", "|" + "---|" * 11]
-    cell = lambda values: f"{statistics.stdev(values):.1e}, {outside(values):.0%} out"
+    """Markdown: spreads of log s with the share of responses outside the clip range, and times over
+    float32's."""
+    lines = ["| setting | tokens | sampler against forward | 64 more pad columns | micro-batches "
+             "of 3 rows | same micro-batch, max | after one step | apart from float32's | the step "
+             "on published weights | time, forward | with backward |", "|" + "---|" * 11]
     for name in found:
         for n in map(str, LENGTHS):
-            own, reference = found[name][n], found["float32"][n]
-            trained = found[name]["seconds with backward"] / found["float32"]["seconds with backward"]
-            lines.append(f"| {name} | {n} | " + " | ".join(cell(own[k]) for k in ("decode", "padding", "rows"))
-                         + f" | {max(map(abs, own['again'])):.1g} | {cell(own[STARTS[0]])} | "
-                         + ("reference" if name == "float32" else f"{rounding(found, name, n):.1e}")
-                         + f" | {cell(own[STARTS[1]])} | "
-                         + (f"{own['seconds'] / reference['seconds']:.2f} | " if "emulated" not in name else "- | ")
-                         + (f"{trained:.2f} |" if n == str(min(LENGTHS)) and "emulated" not in name else "- |"))
+            own = found[name][n]
+            apart = "reference" if name == "float32" else f"{rounding(found, name, n):.1e}"
+            times = ["-", "-"]
+            if "emulated" not in name:
+                times[0] = f"{own['seconds'] / found['float32'][n]['seconds']:.2f}"
+            if "emulated" not in name and n == str(min(LENGTHS)):
+                key = "seconds with backward"
+                times[1] = f"{found[name][key] / found['float32'][key]:.2f}"
+            cells = [name, n, cell(own["decode"]), cell(own["padding"]), cell(own["rows"]),
+                     f"{max(map(abs, own['again'])):.1g}", cell(own[STARTS[0]]), apart,
+                     cell(own[STARTS[1]]), *times]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def draw(found, path):
-    """Two panels over length: rounding with the same weights, and after a step, beside the policy's own movement."""
+    """Two panels over length: rounding with the same weights, and after a step, beside the policy's
+    own movement."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -212,8 +251,9 @@ def draw(found, path):
             axes[1].plot(LENGTHS, points, marker="o", color=f"C{i}", label=f"rounding in {name}")
     points = [statistics.stdev(found["float32"][str(n)][STARTS[0]]) for n in LENGTHS]
     axes[1].plot(LENGTHS, points, color="black", marker="s", label="the policy's own movement")
-    for axis, title in zip(axes, ("Same weights: log s between\nthe sampler and the training forward",
-                                  "After one optimizer step: log s of the policy itself,\nand what rounding adds")):
+    titles = ("Same weights: log s between\nthe sampler and the training forward",
+              "After one optimizer step: log s of the policy itself,\nand what rounding adds")
+    for axis, title in zip(axes, titles):
         axis.axhline(LOW, linestyle="--", color="gray", label="GSPO's clip range, 3e-4")
         axis.set(xscale="log", yscale="log", xlabel="tokens in a response", title=title)
         axis.set_xticks(LENGTHS, map(str, LENGTHS))
@@ -227,43 +267,55 @@ def draw(found, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gsm8k", type=Path, required=True, help="the folder with train.jsonl")
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="hub id or folder")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct",
+                        help="hub id or folder")
     parser.add_argument("--settings", nargs="+", help="some of them, by name")
     parser.add_argument("--device", default="cpu", help="cpu, cuda")
-    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results" / "precision")
-    a = parser.parse_args()
-    s = train_math.Settings(device=a.device, minibatches=4, group_size=GROUP, micro_batch_tokens=4096)
-    unknown = set(a.settings or []) - set(settings(a.device))
+    parser.add_argument("--output_dir", type=Path,
+                        default=Path(__file__).parent / "results" / "precision")
+    args = parser.parse_args()
+    known = settings(args.device)
+    unknown = set(args.settings or []) - set(known)
     if unknown:
-        parser.error(f"--settings: {', '.join(unknown)} is none of {', '.join(settings(a.device))}")
-    chosen = {name: settings(a.device)[name] for name in a.settings or settings(a.device)}
-    a.output_dir.mkdir(parents=True, exist_ok=True)
-    questions = train_math.load_questions(str(a.gsm8k / "train.jsonl"), "train")[:PROMPTS]
-    model, tokenizer = train_math.load(a.model, a.device)
-    prompts = [train_math.encode_prompt(tokenizer, row["question"]) for row in questions]
+        parser.error(f"--settings: {', '.join(unknown)} is none of {', '.join(known)}")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    cfg = train_math.Settings(device=args.device, minibatches=4, group_size=GROUP,
+                              micro_batch_tokens=4096, dataset=str(args.gsm8k / "train.jsonl"))
+    questions = train_math.load_questions(cfg)[0][:PROMPTS]
+    model, tokenizer = train_math.load(args.model, args.device)
+    prompts = train_math.encode_prompts(tokenizer, questions, INSTRUCTION)
     asked = [p for p in prompts for _ in range(GROUP)]
     torch.manual_seed(0)
     advantages = group_advantages(torch.rand(len(asked)), GROUP)
-    starts = {STARTS[0]: off_the_grid(model), STARTS[1]: [p.detach().clone() for p in model.parameters()]}
+    starts = {STARTS[0]: off_the_grid(model),
+              STARTS[1]: [p.detach().clone() for p in model.parameters()]}
     print("sampling in float32")
     responses, _ = rollout(model, prompts, max(LENGTHS))
 
     def build(n, micro_batch_tokens):
-        cut = [r[:n] for r in responses]
-        return train_math.build_minibatches(asked, cut, advantages, replace(s, micro_batch_tokens=micro_batch_tokens))
+        """micro_batch_tokens: None for micro-batches of 3 rows."""
+        cut = [response[:n] for response in responses]
+        tokens = micro_batch_tokens or 3 * max(map(len, prompts)) + 3 * n
+        return minibatches_with_rows(asked, cut, advantages,
+                                     replace(cfg, micro_batch_tokens=tokens))
 
     print("one step in float32, for each length and start")
-    moved = {(start, n): float32_step(model, starts[start], build(n, s.micro_batch_tokens)[0], s)
-             for start in tqdm(STARTS) for n in LENGTHS}
-    for name, (dtype, setting) in tqdm(chosen.items()):
+    moved = {}
+    for start in tqdm(STARTS):
+        for n in LENGTHS:
+            minibatch = build(n, cfg.micro_batch_tokens)[0]
+            moved[start, n] = float32_step(model, starts[start], minibatch, cfg)
+    for name in tqdm(args.settings or known):
+        dtype, setting = known[name]
         with setting():
-            found = measure(copy.deepcopy(model).to(dtype), prompts, responses, starts, moved, build, s)
-        (a.output_dir / file_name(name)).write_text(json.dumps(found))
-    found = {name: json.loads(path.read_text()) for name in settings(a.device)
-             if (path := a.output_dir / file_name(name)).exists()}
+            found = measure(copy.deepcopy(model).to(dtype), prompts, responses, starts, moved,
+                            build, cfg)
+        (args.output_dir / file_name(name)).write_text(json.dumps(found))
+    paths = {name: args.output_dir / file_name(name) for name in known}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     if "float32" in found:
-        (a.output_dir / "table.md").write_text(table(found))
-        draw(found, a.output_dir.parent / "precision.png")
+        (args.output_dir / "table.md").write_text(table(found))
+        draw(found, args.output_dir.parent / "precision.png")
         print(table(found))
 
 

@@ -13,39 +13,40 @@ starts are there (two minutes each). ratios.jsonl has a line for each model, see
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 import train_math
+from experiments.gsm8k import INSTRUCTION
+from experiments.plot import read
 from gspo import clip_fraction, sequence_ratio
-from plot import read
 
 LENGTHS, GSPO, GRPO = (8, 32, 128, 512), (3e-4, 4e-4), (0.2, 0.27)
 BINS = [10 ** (k / 8) for k in range(-56, 5)]
 
 
-def after_one_rollout(model, tokenizer, questions, s, **pieces):
-    """[(log_probs, old_log_probs, advantage)] of the responses, each (tokens,), after all updates on their
-    rollout."""
-    batches, build = [], train_math.build_minibatches
+def after_one_rollout(model, tokenizer, questions, cfg, **pieces):
+    """[(log_probs, old_log_probs, advantage)] of the responses, each (tokens,), after all updates
+    on their rollout."""
+    batches = []
 
     def build_minibatches(*arguments):
-        minibatches = build(*arguments)
-        batches.extend(batch for minibatch in minibatches for batch in minibatch)
+        minibatches = train_math.build_minibatches(*arguments)
+        batches.extend(itertools.chain(*minibatches))
         return minibatches
 
-    pieces |= {"build_minibatches": build_minibatches, "report": lambda *_: None, "save": lambda *_: None}
-    with mock.patch.multiple(train_math, **pieces):
-        s.max_steps = 1
-        train_math.train(s, model, tokenizer, questions, [])
+    cfg = replace(cfg, max_steps=1, output_dir=None)
+    train_math.train(cfg, model, tokenizer, questions, build_minibatches=build_minibatches,
+                     **pieces)
     responses = []
     for batch in batches:
         with torch.no_grad():
-            now = train_math.response_log_probs(model, batch, s.temperature)
+            now = train_math.response_log_probs(model, batch, cfg.temperature)
         for i, mask in enumerate(batch.mask):
-            responses.append((now[i][mask], batch.old_log_probs[i][mask], batch.advantages[i]))
+            old = batch.old_log_probs[i]
+            responses.append((now[i][mask], old[mask], batch.advantages[i]))
     return responses
 
 
@@ -65,16 +66,25 @@ def measure(responses, length):
             "clipped_grpo_at_gspos": clip_fraction(log_ratio.exp(), advantages, mask, *GSPO).item()}
 
 
+def odd_number_of_e(prompts, completions, **columns):
+    return [float(completion.count("e") % 2) for completion in completions]
+
+
+def endless_rollout(*arguments):
+    """train_math's, without an end token."""
+    *arguments, _ = arguments
+    return train_math.rollout(*arguments, torch.tensor([], dtype=torch.long))
+
+
 def real_weights(name, gsm8k, seed):
-    s = train_math.Settings(device="cpu", seed=seed, prompts_per_step=4, group_size=4, minibatches=4,
-                            micro_batch_tokens=4096, max_completion_length=512, learning_rate=1e-6,
-                            eps_low=GSPO[0], eps_high=GSPO[1])
-    model, tokenizer = train_math.load(name, s.device)
-    odd = lambda prompts, completions, answer: [float(c.count("e") % 2) for c in completions]
-    rollout = train_math.rollout
-    endless = lambda *arguments: rollout(*arguments[:-1], torch.tensor([], dtype=torch.long))
-    questions = train_math.load_questions(str(Path(gsm8k) / "train.jsonl"), "train")[:500]
-    return after_one_rollout(model, tokenizer, questions, s, correctness_reward=odd, rollout=endless)
+    cfg = train_math.Settings(
+        device="cpu", seed=seed, prompts_per_step=4, group_size=4, minibatches=4,
+        micro_batch_tokens=4096, max_completion_length=512, learning_rate=1e-6, eps_low=GSPO[0],
+        eps_high=GSPO[1], instruction=INSTRUCTION, dataset=str(Path(gsm8k) / "train.jsonl"))
+    model, tokenizer = train_math.load(name, cfg.device)
+    questions, _ = train_math.load_questions(cfg)
+    return after_one_rollout(model, tokenizer, questions[:500], cfg, reward=odd_number_of_e,
+                             rollout=endless_rollout)
 
 
 def histogram(responses):

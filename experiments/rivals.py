@@ -20,27 +20,24 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-import exact
-import ratios
-import rival_parts as parts
-import successors
-import train_math
-from cold_start import tiny_model, tiny_tokenizer
-from gspo import gspo_token_loss, grpo_loss
-from plot import append, read
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train_math  # noqa: E402
+from experiments import exact, ratios, successors  # noqa: E402
+from experiments import rival_parts as parts  # noqa: E402
+from experiments.plot import append, read  # noqa: E402
+from experiments.tiny_model import tiny_model, tiny_tokenizer  # noqa: E402
+from gspo import grpo_loss, gspo_token_loss  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, COLD = ROOT / "experiments" / "results" / "rivals", ROOT / "runs" / "rivals"
 PRECISION = RESULTS.parent / "precision"
-COMMON = dict(device="cpu", format_weight=0.0, prompts_per_step=16, group_size=8, minibatches=4,
-              rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
+COMMON = dict(output_dir=None, device="cpu", instruction="", prompts_per_step=16, group_size=8,
+              minibatches=4, rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
 LONG = dict(max_completion_length=210, learning_rate=3e-4)
 CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
 TASKS = {"long": (tiny_model, parts.long_cold_start, parts.long_questions, LONG),
@@ -57,8 +54,8 @@ TASKS["unfinished, 60 tokens"] = (tiny_model, partial(parts.long_cold_start, lea
 TASKS["two turns"] = (tiny_model, partial(parts.long_cold_start, least=7, most=11, turns=2),
                       partial(parts.two_turn_questions, least=7, most=11), TASKS["60 tokens"][-1])
 STUDENT = {2: 12.71, 3: 4.303, 6: 2.571}  # cold starts: the t of a 95% interval
-KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm", "seconds",
-        "seconds_update")
+KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm",
+        "seconds", "seconds_rollout")
 
 # ---- the experiments: {panel: {label: arm}} ----------------------------------------------------------------
 
@@ -203,48 +200,62 @@ def settings_of(task):
 
 
 def cold_start(task, cold):
-    """Make the folder of a cold start, unless it is there. Returns its accuracy by temperature, 0 being greedy."""
-    make, teach, questions, settings = TASKS[task]
+    """Make the folder of a cold start, unless it is there.
+
+    Returns its accuracy by temperature, 0 being greedy."""
+    make, teach, _, _ = TASKS[task]
     folder = COLD / f"{task}-{cold}"
     if not folder.exists():
         torch.set_num_threads(1)
         tokenizer = tiny_tokenizer()
         model = make(tokenizer, cold)
         teach(model, tokenizer, cold)
-        right = {t: accuracy(model, tokenizer, task, cold, temperature=t) for t in (1.0, 0.6, 0.3, 0.0)}
-        model.save_pretrained(aside := folder.with_suffix(".partial"))
+        right = {t: accuracy(model, tokenizer, task, cold, temperature=t)
+                 for t in (1.0, 0.6, 0.3, 0.0)}
+        aside = folder.with_name(folder.name + ".partial")
+        model.save_pretrained(aside)
         (aside / "right.json").write_text(json.dumps(right))
         aside.rename(folder)
     return json.loads((folder / "right.json").read_text())
 
 
 def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
-    """Share of right answers to 256 questions: "held out", which RL never sees, or others, to choose ranges by."""
+    """Share of right answers to 256 questions: "held out", which RL never sees, or others, to
+    choose ranges by."""
     torch.manual_seed(cold)
     questions = TASKS[task][2](name, 256)
+    cfg = settings_of(task)
+    cfg.rollout_rows *= cfg.group_size  # 128 questions at once
     if task == "two turns":
-        return parts.TwoTurns(tokenizer, False).right(model, questions, temperature, settings_of(task))
-    return train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature)[0]["eval_strict"]
+        return parts.TwoTurns(tokenizer, False).right(model, questions, temperature, cfg)
+    found = train_math.evaluate(model, tokenizer, questions, cfg, parts.task_reward, temperature)
+    return found["eval_reward"]
 
 
 def one_rollout(cold):
-    """What ratios.py asks for: the responses of one rollout on the long task, after four optimizer steps."""
+    """What ratios.py asks for: the responses of one rollout on the long task, after four optimizer
+    steps."""
     cold_start("long", cold)
-    s = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=BEST["gspo"], eps_high=0.004)
+    cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=BEST["gspo"],
+                  eps_high=0.004)
     model = AutoModelForCausalLM.from_pretrained(COLD / f"long-{cold}").eval()
-    questions = parts.long_questions(s.seed, s.prompts_per_step)
-    return s.seed, ratios.after_one_rollout(model, tiny_tokenizer(), questions, s)
+    questions = parts.long_questions(cfg.seed, cfg.prompts_per_step)
+    return cfg.seed, ratios.after_one_rollout(model, tiny_tokenizer(), questions, cfg)
 
 
-def train(spec, model, tokenizer, seed):
-    """Train one arm. Returns its rows of metrics, and its RoutingReplay if it has one."""
-    pieces, losses, replay = {"report": lambda *_: None, "save": lambda *_: None}, {}, None
+def pieces_of(spec, model, tokenizer):
+    """What train() is given in place of its own parts: {name: function}."""
+    pieces = {"reward": parts.task_reward}
+
+    def take(part, *names):
+        pieces.update((name, getattr(part, name)) for name in names)
+
     if "loss" in spec:
-        losses[spec["algorithm"]] = parts.surrogate(*spec["loss"])
+        pieces["loss"] = parts.surrogate(*spec["loss"])
     if "noise" in spec:
-        losses[spec["algorithm"]] = parts.noisy_gate(spec["noise"])
+        pieces["loss"] = parts.noisy_gate(spec["noise"])
     if "successor" in spec:
-        losses[spec["algorithm"]] = getattr(successors, spec["successor"] + "_loss")
+        pieces["loss"] = getattr(successors, spec["successor"] + "_loss")
         if spec["successor"] == "dr_grpo":
             pieces["group_advantages"] = successors.centred_advantages
     if "advantages" in spec:
@@ -253,31 +264,40 @@ def train(spec, model, tokenizer, seed):
         pieces["response_log_probs"] = parts.bf16_log_probs
     if "critic" in spec:
         critic = parts.Critic(model, spec["critic"])
-        losses["grpo"] = critic.loss
-        pieces |= {name: getattr(critic, name) for name in ("group_advantages", "response_log_probs")}
+        take(critic, "loss", "group_advantages", "response_log_probs")
     if "step_rewards" in spec:
         modulo = 10 if spec["task"] == "long" else None
         credit = parts.StepAdvantages(tokenizer, modulo, both=spec["step_rewards"] == "both")
-        pieces |= {name: getattr(credit, name) for name in ("group_advantages", "build_minibatches")}
+        take(credit, "group_advantages", "build_minibatches")
     if "turns" in spec:
         turns = parts.TwoTurns(tokenizer, own=spec["turns"] == "own")
-        pieces |= {name: getattr(turns, name) for name in ("rollout", "correctness_reward", "group_advantages",
-                                                           "build_minibatches")}
+        take(turns, "rollout", "reward", "group_advantages", "build_minibatches")
     if "replay" in spec:
-        replay = parts.RoutingReplay(model, spec["replay"])
-        pieces["response_log_probs"] = replay.response_log_probs
+        take(parts.RoutingReplay(model, spec["replay"]), "response_log_probs")
     if "engine" in spec:
         engine = parts.Engine(*spec["engine"])
-        pieces |= {name: getattr(engine, name) for name in ("rollout", "response_log_probs")}
+        take(engine, "rollout", "build_minibatches", "response_log_probs")
         if engine.correction:
             token_loss = gspo_token_loss if spec["algorithm"] == GSPO else grpo_loss
-            losses[spec["algorithm"]] = partial(engine.loss, token_loss)
-    own = {name: spec[name] for name in ("algorithm", "epochs", "learning_rate", "max_steps") if name in spec}
-    low, high = spec["eps"] if isinstance(spec["eps"], list) else (spec["eps"], float(f"{spec['eps'] * 4 / 3:.2g}"))
-    s = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
-    questions = TASKS[spec["task"]][2](seed, s.prompts_per_step * s.max_steps)
-    with mock.patch.multiple(train_math, **pieces), mock.patch.dict(train_math.LOSSES, losses):
-        return train_math.train(s, model, tokenizer, questions, [])[1:], replay
+            pieces["loss"] = partial(engine.loss, token_loss)
+    return pieces
+
+
+def train(spec, model, tokenizer, seed):
+    """Train one arm. Returns its rows of metrics, and its RoutingReplay if it has one."""
+    own = {name: spec[name] for name in ("algorithm", "epochs", "learning_rate", "max_steps")
+           if name in spec}
+    low = high = spec["eps"]
+    if isinstance(low, list):
+        low, high = low
+    else:
+        high = float(f"{low * 4 / 3:.2g}")
+    cfg = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
+    questions = TASKS[spec["task"]][2](seed, cfg.prompts_per_step * cfg.max_steps)
+    pieces = pieces_of(spec, model, tokenizer)
+    rows = train_math.train(cfg, model, tokenizer, questions, **pieces)
+    replay = pieces["response_log_probs"].__self__ if "replay" in spec else None
+    return rows[1:], replay
 
 
 def run(spec, cold, seed):

@@ -1,0 +1,454 @@
+"""gspo_loss beyond one process: DDP and FSDP2 in plain torch, TRL's and verl's trainers, and LoRA.
+The code blocks are those of the README files, read from there; what needs a package that is not
+installed is skipped.
+
+    python -m pytest tests/test_engines.py
+    pip install trl==1.16.0 peft==0.21.2, and for verl see .ci/run     # then nothing is skipped
+"""
+import inspect
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for torchrun
+import train_math  # noqa: E402
+from experiments import tiny_model  # noqa: E402
+from gspo import gspo_loss, token_log_probs  # noqa: E402
+
+# ---- plain torch: two processes ------------------------------------------------------------------
+
+# [rank][micro-batch] = rows: ranks hold 3 and 6 responses, micro-batches of uneven size and lengths
+SHARDS = [[[0], [1, 2]], [[3, 4, 5, 6], [7, 8]]]
+ROWS, WIDTH, WORDS = 9, 12, 20
+
+
+def language_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(WORDS, 16), torch.nn.Linear(16, 16),
+                               torch.nn.Tanh(), torch.nn.Linear(16, WORDS)).double()
+
+
+def batch():
+    """tokens (9, 12), old log-probs, advantages, mask of lengths 1 to 11; s_i inside the clip range
+    and beyond it."""
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(WORDS, (ROWS, WIDTH), generator=g)
+    lengths = torch.tensor([1, 11, 4, 2, 9, 10, 3, 7, 5])
+    mask = torch.arange(WIDTH - 1) < lengths[:, None]
+    with torch.no_grad():
+        old = token_log_probs(language_model()(tokens[:, :-1]), tokens[:, 1:])
+    old = old + torch.randn(old.shape, generator=g) * 3e-3
+    return tokens, old, torch.randn(ROWS, generator=g, dtype=torch.float64), mask
+
+
+def loss_of(model, rows, denominator):
+    tokens, old, advantages, mask = (x[rows] for x in batch())
+    log_probs = token_log_probs(model(tokens[:, :-1]), tokens[:, 1:])
+    return gspo_loss(log_probs, old, advantages, mask, denominator=denominator)
+
+
+def sharded(kind, mesh):
+    model = language_model()
+    if kind == "DDP":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    for module in (model[1], model[3], model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    mine = SHARDS[rank]
+    responses = torch.tensor(float(sum(map(len, mine))))
+    dist.all_reduce(responses)
+    for kind in ("DDP", "FSDP2"):
+        for rule in ("the rule", "mean of means"):
+            model = sharded(kind, mesh)
+            for i, rows in enumerate(mine):
+                if kind == "DDP":
+                    model.require_backward_grad_sync = i == len(mine) - 1
+                if rule == "the rule":  # gradients are averaged over ranks: so is the denominator
+                    loss = loss_of(model, rows, responses.item() / 2)
+                else:  # each micro-batch's own mean, and the mean of these
+                    loss = loss_of(model, rows, None) / len(mine)
+                loss.backward()
+            grads = [p.grad for p in model.parameters()]
+            if kind == "FSDP2":
+                grads = [grad.full_tensor() for grad in grads]
+            whole = torch.cat([grad.flatten() for grad in grads])
+            torch.save(whole, f"{folder}/{kind}, {rule}, {rank}")
+    dist.barrier()
+    os._exit(0)  # gloo's threads abort a usual exit now and then
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_processes")
+    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("rule", ["the rule", "mean of means"])
+def test_two_processes_give_the_gradient_of_one(folder, kind, rule, rank):
+    """With denominator = responses in the step / ranks. The mean of micro-batch means is tens of
+    percent off."""
+    model = language_model()
+    loss_of(model, list(range(ROWS)), ROWS).backward()
+    whole = torch.cat([p.grad.flatten() for p in model.parameters()])
+    theirs = torch.load(folder / f"{kind}, {rule}, {rank}")
+    off = ((theirs - whole).norm() / whole.norm()).item()
+    print(f"{kind}, {rule}, rank {rank}: the gradient is off by {off:.1e} of its norm")
+    assert off < 1e-7 if rule == "the rule" else off > 0.2
+
+
+# ---- the README's blocks -------------------------------------------------------------------------
+
+
+def readme_block(containing):
+    """A ```python or ```py block of a page of the lab, or of the front page."""
+    pages = [ROOT / "README.md", *(ROOT / "experiments").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    blocks = re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL)
+    (block,) = [block for block in blocks if containing in block]
+    return block
+
+
+def run_block(containing, **names):
+    """The names that a README block defines when it is run as a file beside gspo.py, after others
+    that gave `names`."""
+    names = {"__name__": "pasted"} | names
+    exec(compile(readme_block(containing), f"README block with {containing}", "exec"), names)
+    return names
+
+
+# ---- TRL -----------------------------------------------------------------------------------------
+
+VOCABULARY = ["<pad>", "<end>", "<unk>", "####", *map(str, range(10))]
+
+
+def tiny_qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True))
+
+
+def tiny_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    ids = {word: i for i, word in enumerate(VOCABULARY)}
+    core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>",
+                                   unk_token="<unk>")
+
+
+def trl_config(folder, **more):
+    from trl import GRPOConfig
+    settings = dict(
+        importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4,
+        beta=0.0, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        steps_per_generation=4, num_iterations=2, num_generations=4, max_completion_length=8,
+        temperature=1.0, top_p=1.0, top_k=0, learning_rate=1e-3, max_steps=12, bf16=False,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, seed=0)
+    return GRPOConfig(output_dir=str(folder), **settings | more)
+
+
+def questions():
+    from datasets import Dataset
+    return Dataset.from_list([{"prompt": str(10 ** (i % 4) + i), "answer": f"#### {i % 10}"}
+                              for i in range(24)])
+
+
+def form_reward(completions, **columns):
+    """1 for any number after '####'."""
+    return [float(train_math.extract_answer(text) is not None) for text in completions]
+
+
+def flat_gradient(loss, weights):
+    gradients = torch.autograd.grad(loss, weights, retain_graph=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "truncated completions masked"])
+@pytest.mark.parametrize("more", [
+    {}, {"steps_per_generation": 2, "num_iterations": 1}, {"gradient_accumulation_steps": 5}],
+    ids=["several iterations", "on-policy", "an epoch that ends within an accumulation"])
+def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, masked):
+    """A real train() run with padding, accumulation and ratios away from 1, and our reward."""
+    trl = pytest.importorskip("trl")
+    block = run_block("class GSPOTrainer")
+    seen = []
+    on_policy = "num_iterations" in more
+    pasted = block["GSPOTrainer"]
+    config = trl_config(tmp_path, **more, mask_truncated_completions=masked)
+    for name in ("importance_sampling_level", "loss_type", "epsilon", "epsilon_high", "beta",
+                 "top_k", "bf16"):
+        ours = getattr(block["config"], name)
+        assert ours == getattr(config, name), f"the README's {name} is another"
+
+    class Both(pasted):
+        def _compute_loss(self, model, inputs):
+            assert (inputs.get("old_per_token_logps") is None) == on_policy
+            if len(seen) % 4:  # every second time, as in multi-turn runs: a tool wrote some tokens
+                tool_mask = torch.rand(inputs["completion_mask"].shape) > 0.3
+                inputs = inputs | {"tool_mask": tool_mask.int()}
+            self.compare(model, inputs)
+            model.eval()  # where nothing is accumulated
+            self.compare(model, inputs)
+            model.train()
+            return pasted._compute_loss(self, model, inputs)
+
+        def compare(self, model, inputs):
+            weights = list(model.parameters())
+            ours = pasted._compute_loss(self, model, inputs)
+            theirs = trl.GRPOTrainer._compute_loss(self, model, inputs)
+            gradient = flat_gradient(theirs, weights)
+            metrics = self._metrics["train" if model.training else "eval"]
+            lengths = inputs["completion_mask"].sum(1)
+            seen.append({
+                "loss": abs(ours - theirs).item(), "norm": gradient.norm().item(),
+                "gradient": (flat_gradient(ours, weights) - gradient).abs().max().item(),
+                "clipped": metrics["clip_ratio/region_mean"][-1],
+                "ours": metrics["clip_fraction"][-1],
+                "accumulated": self.current_gradient_accumulation_steps,
+                "lengths": len(lengths.unique()), "empty": (lengths == 0).any().item(),
+                "padded": (inputs["prompt_mask"] == 0).any().item()})
+
+    rewards = [train_math.correctness_reward, form_reward]
+    trainer = Both(tiny_qwen3(), rewards, config, questions(), processing_class=tiny_tokenizer())
+    trainer.train()
+    assert len(seen) >= 48 and max(s["norm"] for s in seen) > 0.1
+    assert max(s["lengths"] for s in seen) > 1 and any(s["padded"] for s in seen)
+    assert any(s["empty"] for s in seen) == masked
+    accumulated = {s["accumulated"] for s in seen}
+    assert len(accumulated) == (2 if "gradient_accumulation_steps" in more else 1)
+    for name in ("clipped", "ours"):
+        assert (max(s[name] for s in seen) > 0) != on_policy
+    assert max(s["loss"] for s in seen) < 1e-6
+    assert max(s["gradient"] for s in seen) < 5e-6
+
+
+def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
+    """Both, one after the other, as one file; but for a tiny model, published in bfloat16, made-up
+    questions, and a few short steps."""
+    pytest.importorskip("trl")
+    import datasets
+    import transformers
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for part in (tiny_qwen3().bfloat16(), tokenizer):
+        part.save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    asked = []
+    rows = datasets.Dataset.from_list([{"question": f"How many are {i}?", "answer": "#### 7"}
+                                       for i in range(32)])
+
+    def load_dataset(*name, split):
+        asked.append((*name, split))
+        return rows
+
+    def from_pretrained(name, **how):
+        asked.append(name)
+        return load(tmp_path, **how)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    names = run_block("class GSPOTrainer")
+    config = names["config"]
+    for name, value in {"output_dir": str(tmp_path / "runs"), "use_cpu": True,
+                        "save_strategy": "no", "max_steps": 16, "max_completion_length": 8,
+                        "learning_rate": 1e-3, "logging_steps": 1}.items():
+        setattr(config, name, value)
+    trainer = run_block("trainer.train()", **names)["trainer"]
+    assert asked == [("openai/gsm8k", "main", "train"), "Qwen/Qwen2.5-0.5B-Instruct"]
+    assert type(trainer).__name__ == "GSPOTrainer" and trainer.state.global_step == 16
+    rewards, clipped = (
+        [row[name] for row in trainer.state.log_history if name in row]
+        for name in ("rewards/correctness_reward/mean", "clip_fraction"))
+    assert len(rewards) == 4 and 0 < max(rewards) <= 1, "a rollout in four steps, and it is paid"
+    assert max(clipped[::4]) == 0 < max(clipped), "only from its second step on have ratios left 1"
+    before = load(tmp_path, dtype=torch.float32).state_dict()
+    for name, p in trainer.model.named_parameters():
+        assert p.dtype == torch.float32 and not torch.equal(p.detach(), before[name])
+
+
+def length_reward(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize("name", ["beta", "aux_loss_enabled", "_entropy_bonus_enabled",
+                                  "importance_sampling_ratio"])
+def test_our_loss_in_trl_says_what_it_leaves_out(tmp_path, name):
+    pytest.importorskip("trl")
+    trainer = run_block("class GSPOTrainer")["GSPOTrainer"](
+        tiny_qwen3(), length_reward, trl_config(tmp_path), questions(),
+        processing_class=tiny_tokenizer())
+    inputs = {}
+    if name == "importance_sampling_ratio":
+        inputs[name] = None
+    else:
+        assert not getattr(trainer, name), "TRL has renamed it"
+    setattr(trainer, name, 0.1)
+    with pytest.raises(NotImplementedError, match="no KL"):
+        trainer._compute_loss(trainer.model, inputs)
+
+
+def train_on_given_completions(output):
+    """GSPOTrainer for six steps on 8 responses a step, over all processes, whose texts follow from
+    their prompts and not from chance; saves how far the weights moved. Run by torchrun, or alone.
+    """
+    from transformers import set_seed
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    set_seed(0)
+    lengths = set()
+
+    class Given(run_block("class GSPOTrainer")["GSPOTrainer"]):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            completions = []
+            count = {}
+            for prompt in map(tuple, prompt_ids):
+                count[prompt] = count.get(prompt, 0) + 1
+                rng = random.Random(f"{prompt} {count[prompt]} {self.state.global_step}")
+                text = rng.choices(range(3, len(VOCABULARY)), k=rng.randrange(1, 8))
+                completions.append(text + [1])
+                lengths.add(len(completions[-1]))
+            return completions, None
+
+    def reward(completions, **columns):
+        return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+    config = trl_config(
+        f"{output}-runs", per_device_train_batch_size=8 // ranks, gradient_accumulation_steps=1,
+        max_steps=6, steps_per_generation=1, optim="sgd", learning_rate=0.3,
+        lr_scheduler_type="constant", logging_steps=1)
+    model = tiny_qwen3()
+    before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    trainer = Given(model, reward, config, questions(), processing_class=tiny_tokenizer())
+    trainer.train()
+    assert trainer.accelerator.num_processes == ranks and len(lengths) > 3
+    if trainer.accelerator.is_main_process:
+        moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+        torch.save(moved, output)
+
+
+def test_two_processes_of_trl_equal_one(tmp_path):
+    """torchrun --nproc_per_node 2 against one process, with the same global batch and uneven
+    lengths."""
+    pytest.importorskip("trl")
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for name, launcher in (("one", []), ("two", torchrun)):
+        command = [sys.executable, *launcher, __file__, tmp_path / name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
+    off = ((one - two).norm() / one.norm()).item()
+    print(f"the weights moved by {one.norm():.3f}; two processes differ by {off:.1e} of it")
+    assert off < 1e-4
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------
+
+
+def test_lora_trains_its_adapters_alone():
+    peft = pytest.importorskip("peft")
+    tokenizer = tiny_model.tiny_tokenizer()
+    model = tiny_model.tiny_model(tokenizer, 0)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    cfg = train_math.Settings(
+        output_dir=None, device="cpu", instruction="", prompts_per_step=4, group_size=4,
+        minibatches=2, max_steps=2, max_completion_length=8, learning_rate=1e-2)
+    train_math.check_model(model, tokenizer, [{"question": "Ann?"}], cfg)
+    rows = train_math.train(cfg, model, tokenizer, [{"question": "Ann?"}, {"question": "Bob, 2?"}],
+                            reward=length_reward)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert all(row["log_ratio_first_max"] == 0 and row["log_ratio_std"] > 0 for row in rows[1:])
+
+
+# ---- verl ----------------------------------------------------------------------------------------
+
+
+def verl_loss(name, rows, info, mode="seq-mean-token-mean"):
+    """Value and gradient of a loss in verl's registry on some rows of the batch, with (B, T)
+    advantages."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
+                         clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+    config.global_batch_info.update(info)
+    tokens, old, advantages, mask = (x[rows] for x in batch())
+    new = token_log_probs(language_model()(tokens[:, :-1]), tokens[:, 1:])
+    new = new.detach().requires_grad_()
+    loss, _ = get_policy_loss_fn(name)(
+        old_log_prob=old, log_prob=new, advantages=advantages[:, None].expand(mask.shape),
+        response_mask=mask, loss_agg_mode=mode, config=config, rollout_is_weights=None)
+    return loss.item(), torch.autograd.grad(loss, new)[0]
+
+
+@pytest.mark.parametrize("info", [{}, {"dp_size": 2, "global_batch_size": 24}],
+                         ids=["one process", "two ranks"])
+@pytest.mark.parametrize("rows", [list(range(ROWS)), [5, 6, 7, 8]],
+                         ids=["all rows", "a micro-batch"])
+def test_our_loss_in_verl_equals_verls(info, rows):
+    pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    run_block("gspo_paper")
+    loss, gradient = verl_loss("gspo_paper", rows, info)
+    theirs, their_gradient = verl_loss("gspo", rows, info)
+    assert gradient.abs().max() > 1e-3
+    assert (gradient == 0).all(dim=1).any(), "some responses are clipped, some not"
+    assert abs(loss - theirs) < 1e-8 and (gradient - their_gradient).abs().max() < 1e-8
+
+
+def test_our_loss_in_verl_says_what_it_leaves_out():
+    pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    with pytest.raises(NotImplementedError, match="rollout correction"):
+        ones = torch.ones(1, 1)
+        run_block("gspo_paper")["gspo_paper"](ones, ones, ones, ones, rollout_is_weights=ones)
+
+
+def test_verl_finds_our_loss_as_an_external_module(tmp_path):
+    pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    (tmp_path / "verl_gspo.py").write_text(readme_block("gspo_paper"))
+    (tmp_path / "gspo.py").write_bytes((ROOT / "gspo.py").read_bytes())
+    code = ("from verl.trainer.ppo.core_algos import get_policy_loss_fn as get;"
+            "print(get('gspo_paper').__module__)")
+    more = {"VERL_USE_EXTERNAL_MODULES": "verl_gspo", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | more, cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == ["verl_gspo"], done.stderr
+
+
+def test_verls_default_aggregation_is_not_gspo():
+    core = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    from verl.workers.config import ActorConfig
+    if "loss_agg_mode=loss_agg_mode" not in inspect.getsource(core.compute_policy_loss_gspo):
+        pytest.skip("this verl's gspo ignores loss_agg_mode")
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    default = config.loss_agg_mode
+    (_, gradient), (_, right) = (verl_loss("gspo", list(range(ROWS)), {}, mode)
+                                 for mode in (default, "seq-mean-token-mean"))
+    assert default == "token-mean" and (gradient - right).norm() > 0.2 * right.norm()
+
+
+if __name__ == "__main__":
+    train_on_given_completions(sys.argv[1])
+    os._exit(0)  # gloo's threads abort a usual exit now and then
