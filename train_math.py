@@ -132,7 +132,7 @@ def extract_answer(completion, strict=True):
     text = str(completion)
     number = r"(-?)([0-9]+)(\.[0-9]+)?"
     if strict:
-        _, *marked = re.split(r"####|\\boxed *{", text)
+        _, *marked = re.split(r"#{4,}|\\boxed *{", text)
         if not marked:
             return None
         text = marked[-1]
