@@ -584,7 +584,7 @@ class TestRuns:
             row = {"question": question, "answer": "#### 1\n#### 1"}
             return [row] * (8 if seed == "held out" else n)
 
-        def reward(prompts, completions, **columns):
+        def reward(prompts, completions, answer, **columns):
             return [float(len(set(completion)) % 2) for completion in completions]
 
         settings = dict(max_completion_length=8, learning_rate=1e-2)  # ratios above 2, too
