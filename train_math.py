@@ -335,7 +335,8 @@ def response_log_probs(model, batch, temperature):
     n = max(1, logits // len(head.weight))
     parts = [checkpoint(log_probs, h, y, use_reentrant=False, preserve_rng_state=False)
              for h, y in zip(hidden.split(n), tokens.split(n))]
-    return hidden.new_zeros(batch.mask.shape).masked_scatter(batch.mask, torch.cat(parts))
+    flat = torch.cat(parts)
+    return flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
 
 
 @torch.no_grad()
