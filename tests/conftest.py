@@ -1,0 +1,136 @@
+"""What the tests share: a tiny model that nobody trained, a few sums, and one whole run."""
+import itertools
+import json
+import os
+import re
+import signal
+import tempfile
+
+CACHE = tempfile.TemporaryDirectory()
+os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: no test asks the hub
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import train_math  # noqa: E402
+from experiments.plot import read  # noqa: E402
+from experiments.tiny_model import tiny_model, tiny_tokenizer  # noqa: E402
+from gspo import gspo_loss  # noqa: E402
+
+torch.set_num_threads(1)  # models this small are slower on several
+
+SMALL = {"device": "cpu", "max_steps": 6, "save_steps": 2, "eval_size": 4, "prompts_per_step": 4,
+         "group_size": 4, "max_completion_length": 6, "learning_rate": 1e-3}
+
+
+def parity_reward(prompts, completions, **columns):
+    """An untrained model gets it half of the time, so that there is something to update on."""
+    return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
+
+
+def gspo_loss_that_kills(call):
+    """gspo_loss, but its call number `call` is the end of the process: nothing can be saved."""
+    calls = itertools.count(1)
+
+    def loss(*arguments, **more):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gspo_loss(*arguments, **more)
+
+    return loss
+
+
+def sums(n):
+    return [{"question": f"{'Ann ' * (i % 4)}has {i} figs?", "answer": f"#### {i}"}
+            for i in range(n)]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def settings(**changes):
+    """Settings of a few fast steps that write nothing."""
+    return train_math.Settings(**{"output_dir": None} | SMALL | changes)
+
+
+def run(command, folder, *flags, reward=parity_reward):
+    """The script on the tiny model. Returns the rows of its log."""
+    train_math.main([*command, "--output_dir", str(folder), *flags], reward)
+    return read(folder / "metrics.jsonl")
+
+
+def one_line(main, *flags, **more):
+    """The one line with which the program ends."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(flag) for flag in flags], **more)
+    line = stop.value.code
+    assert isinstance(line, str) and "\n" not in line.strip(), f"not one line: {line!r}"
+    return line
+
+
+def without_clocks(rows):
+    """Rows but for what two equal runs may differ in: clocks, and where they lie."""
+    kept = [{k: v for k, v in row.items() if not re.match("seconds|settings", k)} for row in rows]
+    kept[0]["settings"] = rows[0]["settings"] | {"output_dir": None}
+    return kept
+
+
+def assert_same(whole, folder):
+    """The run in `folder` equals one that nothing interrupted: log, weights, optimizer."""
+    logs = [without_clocks(read(f / "metrics.jsonl")) for f in (whole, folder)]
+    assert logs[0] == logs[1]
+    before, after = (torch.load(f / "state.pt") for f in (whole, folder))
+    assert without_clocks(before["rows"]) == without_clocks(after["rows"])
+    for name, weight in before["model"].items():
+        assert torch.equal(weight, after["model"][name])
+    moments = [state["optimizer"]["state"].values() for state in (before, after)]
+    for a, b in zip(*moments, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole, folder)]
+    assert weights[0] == weights[1]
+
+
+@pytest.fixture
+def fresh():
+    """(model, tokenizer): the tiny model, not trained."""
+    tokenizer = tiny_tokenizer()
+    return tiny_model(tokenizer, seed=0), tokenizer
+
+
+@pytest.fixture
+def tiny(fresh):
+    """The same, its weights made larger so that its distribution is far from flat."""
+    model, tokenizer = fresh
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model, tokenizer
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """A folder with a model that nobody trained, and its questions."""
+    folder = tmp_path_factory.mktemp("world")
+    tokenizer = tiny_tokenizer()
+    for part in tiny_model(tokenizer, seed=0), tokenizer:
+        part.save_pretrained(folder / "model")
+    write_jsonl(folder / "questions.jsonl", sums(30))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def command(world):
+    """Flags for a few fast steps in that world."""
+    flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+    return ["--model", str(world / "model"), "--dataset", str(world / "questions.jsonl"), *flags]
+
+
+@pytest.fixture(scope="session")
+def whole(command, tmp_path_factory):
+    """The folder of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run(command, folder)
+    return folder
