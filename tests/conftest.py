@@ -1,4 +1,5 @@
 """What the tests share: a tiny model that nobody trained, a few sums, and one whole run."""
+
 import itertools
 import json
 import os
@@ -20,8 +21,16 @@ from gspo import gspo_loss  # noqa: E402
 
 torch.set_num_threads(1)  # models this small are slower on several
 
-SMALL = {"device": "cpu", "max_steps": 6, "save_steps": 2, "eval_size": 4, "prompts_per_step": 4,
-         "group_size": 4, "max_completion_length": 6, "learning_rate": 1e-3}
+SMALL = {
+    "device": "cpu",
+    "max_steps": 6,
+    "save_steps": 2,
+    "eval_size": 4,
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "max_completion_length": 6,
+    "learning_rate": 1e-3,
+}
 
 
 def parity_reward(prompts, completions, **columns):
@@ -42,8 +51,9 @@ def gspo_loss_that_kills(call):
 
 
 def sums(n):
-    return [{"question": f"{'Ann ' * (i % 4)}has {i} figs?", "answer": f"#### {i}"}
-            for i in range(n)]
+    return [
+        {"question": f"{'Ann ' * (i % 4)}has {i} figs?", "answer": f"#### {i}"} for i in range(n)
+    ]
 
 
 def write_jsonl(path, rows):

@@ -3,6 +3,7 @@
 Answers and rewards - datasets - the rollout - log-probs - the algorithm - evaluation - going on
 where a run stopped - the command line - models of other kinds.
 """
+
 import copy
 import datetime
 import importlib.util
@@ -46,8 +47,10 @@ from tests.conftest import (
 )
 
 TOP = Path(__file__).resolve().parents[1]
-QUESTIONS = [{"question": "Eve buys 3 figs?"},
-             {"question": "How many boxes of 53 figs are there? Ann has 7."}]
+QUESTIONS = [
+    {"question": "Eve buys 3 figs?"},
+    {"question": "How many boxes of 53 figs are there? Ann has 7."},
+]
 
 
 def encoded(tokenizer, questions=QUESTIONS):
@@ -59,70 +62,220 @@ def constant_reward(prompts, completions, **columns):
 
 
 class TestAnswers:
-    @pytest.mark.parametrize("text", [
-        "####18", "#### 18", "#### $18", "#### **18**", "#### 18.", "#### 18.0", "#### 18.00.",
-        "#### +18", "#### 018", "#### 18 dollars", "#### 18%", "####   18\n", "#### $ 18",
-        "#### 17\nNo.\n#### 18", "#### 18, I think", "#### 18=9*2", "3 * 6 = 18\n#### **$18.00**",
-        "#### 18eggs", r"\boxed{18}", r"So \boxed{18}.", r"$\boxed{18}$", r"\boxed{\$18}",
-        r"\boxed{18 \text{ cm}}", r"\boxed{18\%}", r"\boxed{\text{18}}", r"\boxed{18.00}",
-        r"\boxed {18}", r"\boxed{ 18 }", r"\boxed{17}, no: \boxed{18}", r"#### 17 \boxed{18}",
-        r"\boxed{17} #### 18"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "####18",
+            "#### 18",
+            "#### $18",
+            "#### **18**",
+            "#### 18.",
+            "#### 18.0",
+            "#### 18.00.",
+            "#### +18",
+            "#### 018",
+            "#### 18 dollars",
+            "#### 18%",
+            "####   18\n",
+            "#### $ 18",
+            "#### 17\nNo.\n#### 18",
+            "#### 18, I think",
+            "#### 18=9*2",
+            "3 * 6 = 18\n#### **$18.00**",
+            "#### 18eggs",
+            r"\boxed{18}",
+            r"So \boxed{18}.",
+            r"$\boxed{18}$",
+            r"\boxed{\$18}",
+            r"\boxed{18 \text{ cm}}",
+            r"\boxed{18\%}",
+            r"\boxed{\text{18}}",
+            r"\boxed{18.00}",
+            r"\boxed {18}",
+            r"\boxed{ 18 }",
+            r"\boxed{17}, no: \boxed{18}",
+            r"#### 17 \boxed{18}",
+            r"\boxed{17} #### 18",
+        ],
+    )
     def test_reads_18(self, text):
         assert train_math.extract_answer(text) == "18"
 
-    @pytest.mark.parametrize("text", [
-        "", "18", "#### 1 8", "#### ", "####", "#### x 18", "#### 18\n####", "#### 18/2",
-        "#### 1,8", "#### 18.5", "#### -18", "#### 118", "#### 180", "### 18", "#### 18:30",
-        "#### 1.18.2", "#### 18e-5", "#### 18^2", "boxed{18}", r"\boxed{x = 18}", r"18 \boxed{}",
-        r"\boxed{18} or \boxed{19}", r"\boxed{18\pi}", r"\boxed{18\frac{1}{2}}", r"\boxed{18 \pi}"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "18",
+            "#### 1 8",
+            "#### ",
+            "####",
+            "#### x 18",
+            "#### 18\n####",
+            "#### 18/2",
+            "#### 1,8",
+            "#### 18.5",
+            "#### -18",
+            "#### 118",
+            "#### 180",
+            "### 18",
+            "#### 18:30",
+            "#### 1.18.2",
+            "#### 18e-5",
+            "#### 18^2",
+            "boxed{18}",
+            r"\boxed{x = 18}",
+            r"18 \boxed{}",
+            r"\boxed{18} or \boxed{19}",
+            r"\boxed{18\pi}",
+            r"\boxed{18\frac{1}{2}}",
+            r"\boxed{18 \pi}",
+        ],
+    )
     def test_does_not_read_18(self, text):
         assert train_math.extract_answer(text) != "18"
 
-    @pytest.mark.parametrize("text", [
-        r"\boxed{\frac{3}{4}}", r"\boxed{3\frac{1}{2}}", r"\boxed{2\pi}", r"\boxed{}",
-        r"\boxed{3/4}", r"#### 5 \boxed{}", r"\boxed{5} ####"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            r"\boxed{\frac{3}{4}}",
+            r"\boxed{3\frac{1}{2}}",
+            r"\boxed{2\pi}",
+            r"\boxed{}",
+            r"\boxed{3/4}",
+            r"#### 5 \boxed{}",
+            r"\boxed{5} ####",
+        ],
+    )
     def test_reads_nothing(self, text):
         assert train_math.extract_answer(text) is None
 
-    @pytest.mark.parametrize("text, answer", [
-        ("#### $1,234.50", "1234.5"), ("#### -5", "-5"), ("#### −5", "-5"), ("#### -$5", "-5"),
-        ("#### $-5", "-5"), ("#### 1,000,000", "1000000"), ("#### .5", "0.5"), ("#### 0", "0"),
-        ("#### -0.0", "0"), ("#### 0.10", "0.1"), ("#### 100", "100"),
-        ("#### 12345678901234567890", "12345678901234567890"), (r"\boxed{42}", "42"),
-        (r"\boxed{\$1,234}", "1234"), (r"\boxed{1{,}234}", "1234"), (r"\boxed{1\,234}", "1234"),
-        (r"\boxed{1,\!234}", "1234"), (r"\boxed{42\%}", "42"), (r"\boxed{-5}", "-5")])
+    @pytest.mark.parametrize(
+        "text, answer",
+        [
+            ("#### $1,234.50", "1234.5"),
+            ("#### -5", "-5"),
+            ("#### −5", "-5"),
+            ("#### -$5", "-5"),
+            ("#### $-5", "-5"),
+            ("#### 1,000,000", "1000000"),
+            ("#### .5", "0.5"),
+            ("#### 0", "0"),
+            ("#### -0.0", "0"),
+            ("#### 0.10", "0.1"),
+            ("#### 100", "100"),
+            ("#### 12345678901234567890", "12345678901234567890"),
+            (r"\boxed{42}", "42"),
+            (r"\boxed{\$1,234}", "1234"),
+            (r"\boxed{1{,}234}", "1234"),
+            (r"\boxed{1\,234}", "1234"),
+            (r"\boxed{1,\!234}", "1234"),
+            (r"\boxed{42\%}", "42"),
+            (r"\boxed{-5}", "-5"),
+        ],
+    )
     def test_gives_one_canonical_number(self, text, answer):
         assert train_math.extract_answer(text) == answer
 
-    @pytest.mark.parametrize("text, answer", [
-        ("3 and 4", "4"), ("it is $1,200.", "1200"), ("#### 5, not 6", "6"), ("none", None),
-        ("5-3=2", "2"), ("20-18", "18"), ("x = -18", "-18"), ("so 18.", "18"), ("", None),
-        ("it is...18", "18"), ("-$5", "-5"), (".5", "0.5"), ("a,18", "18"),
-        ("1,234 and 5.60 %", "5.6")])
+    @pytest.mark.parametrize(
+        "text, answer",
+        [
+            ("3 and 4", "4"),
+            ("it is $1,200.", "1200"),
+            ("#### 5, not 6", "6"),
+            ("none", None),
+            ("5-3=2", "2"),
+            ("20-18", "18"),
+            ("x = -18", "-18"),
+            ("so 18.", "18"),
+            ("", None),
+            ("it is...18", "18"),
+            ("-$5", "-5"),
+            (".5", "0.5"),
+            ("a,18", "18"),
+            ("1,234 and 5.60 %", "5.6"),
+        ],
+    )
     def test_takes_the_last_number_when_not_strict(self, text, answer):
         assert train_math.extract_answer(text, strict=False) == answer
 
-    @pytest.mark.parametrize("piece", [
-        "1", "1,", "111,", "#", "####", "#### ", "-", "$", " ", "*", ".", "1.", "1/", ",111", "−",
-        "+$1", "\\boxed{", "\\boxed", "\\text{", "{,}", "\\,", "1\\"])
+    @pytest.mark.parametrize(
+        "piece",
+        [
+            "1",
+            "1,",
+            "111,",
+            "#",
+            "####",
+            "#### ",
+            "-",
+            "$",
+            " ",
+            "*",
+            ".",
+            "1.",
+            "1/",
+            ",111",
+            "−",
+            "+$1",
+            "\\boxed{",
+            "\\boxed",
+            "\\text{",
+            "{,}",
+            "\\,",
+            "1\\",
+        ],
+    )
     @pytest.mark.parametrize("frame", ["{}x", "#### {}", "#### 1{}x", "{}####"])
     def test_of_endless_texts_are_read_in_linear_time(self, piece, frame):
         """Not timed: with a quadratic pattern one of these would take many minutes."""
         text = frame.format(piece * (300_000 // len(piece)))
-        for answer in (train_math.extract_answer(text), train_math.gold_answer(text),
-                       train_math.extract_answer(text, strict=False)):
+        for answer in (
+            train_math.extract_answer(text),
+            train_math.gold_answer(text),
+            train_math.extract_answer(text, strict=False),
+        ):
             assert answer is None or answer
 
-    @pytest.mark.parametrize("answer, gold", [
-        (42, "42"), (42.0, "42"), ("42", "42"), (" 42\n", "42"), ("1,234", "1234"), ("-5", "-5"),
-        ("$42.00", "42"), (".5", "0.5"), ("50%", "50"), ("6 * 7\n#### 42", "42"),
-        (r"so \boxed{42}", "42")])
+    @pytest.mark.parametrize(
+        "answer, gold",
+        [
+            (42, "42"),
+            (42.0, "42"),
+            ("42", "42"),
+            (" 42\n", "42"),
+            ("1,234", "1234"),
+            ("-5", "-5"),
+            ("$42.00", "42"),
+            (".5", "0.5"),
+            ("50%", "50"),
+            ("6 * 7\n#### 42", "42"),
+            (r"so \boxed{42}", "42"),
+        ],
+    )
     def test_of_a_dataset_are_numbers(self, answer, gold):
         assert train_math.gold_answer(answer) == gold
 
-    @pytest.mark.parametrize("answer", [
-        "1/2", "3:30", r"\frac{3}{4}", "B) 12", "(2, 3)", 1e-05, None, True, "", "one", "12 boxes",
-        [1], "1,2", "#### 1/2", "2024-01-31", datetime.date(2024, 1, 31)])
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            "1/2",
+            "3:30",
+            r"\frac{3}{4}",
+            "B) 12",
+            "(2, 3)",
+            1e-05,
+            None,
+            True,
+            "",
+            "one",
+            "12 boxes",
+            [1],
+            "1,2",
+            "#### 1/2",
+            "2024-01-31",
+            datetime.date(2024, 1, 31),
+        ],
+    )
     def test_of_a_dataset_are_nothing_else(self, answer):
         assert train_math.gold_answer(answer) is None
 
@@ -166,6 +319,7 @@ class TestDataset:
     def test_on_the_hub_is_asked_for_by_its_name(self, monkeypatch):
         """The hub is out of reach of a test; that the right thing is asked of it is not."""
         asked = []
+        no_test = {"train": sums(10)}
 
         def load_dataset(*what):
             asked.append(what)
@@ -173,7 +327,8 @@ class TestDataset:
 
         monkeypatch.setattr(train_math, "load_dataset", load_dataset)
         assert train_math.load_questions(settings(eval_size=2)) == (sums(6), sums(2))
-        train_math.load_questions(dataset("some/maths"))
+        monkeypatch.setattr(train_math, "load_dataset", lambda *what: asked.append(what) or no_test)
+        assert train_math.load_questions(dataset("some/maths")) == (sums(10)[:8], sums(10)[8:])
         assert asked == [("openai/gsm8k", "main"), ("some/maths", None)]
 
     def test_may_have_dates_and_needs_no_answer_for_an_own_reward(self, tmp_path):
@@ -181,24 +336,39 @@ class TestDataset:
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
         questions, held_out = train_math.load_questions(dataset(tmp_path), parity_reward)
         assert questions + held_out == rows
-        hashes = [train_math.identity(dataset("x"), some)["questions"]
-                  for some in (questions, questions, rows[:3], rows[:4][::-1])]
+        hashes = [
+            train_math.identity(dataset("x"), some)["questions"]
+            for some in (questions, questions, rows[:3], rows[:4][::-1])
+        ]
         assert hashes[0] == hashes[1] and len(set(hashes)) == 3
 
-    @pytest.mark.parametrize("text, words", [
-        ("", ""), ("no json\n", ""), ('{"question": "?"}\n', "row 1:"), ("[1]\n", ""),
-        ('{"answer": "#### 1"}\n', "row 1:"), ('{"question": 1, "answer": "1"}\n', "row 1:"),
-        ('{"question": "?", "answer": "none"}\n', "row 1:"),
-        ('{"question": "?", "answer": "1"}\n{"question": "?", "answer": "1/2"}\n', "row 2:"),
-        ('{"question": "?", "answer": "1"}\n' * 5 + '{"question": "?", "answer": ""}\n', "row 6:"),
-        ('{"problem": "?", "solution": "1"}\n', "a question, a text, is needed")])
+    @pytest.mark.parametrize(
+        "text, words",
+        [
+            ("", ""),
+            ("no json\n", ""),
+            ('{"question": "?"}\n', "row 1:"),
+            ("[1]\n", ""),
+            ('{"answer": "#### 1"}\n', "row 1:"),
+            ('{"question": 1, "answer": "1"}\n', "row 1:"),
+            ('{"question": "?", "answer": "none"}\n', "row 1:"),
+            ('{"question": "?", "answer": "1"}\n{"question": "?", "answer": "1/2"}\n', "row 2:"),
+            (
+                '{"question": "?", "answer": "1"}\n' * 5 + '{"question": "?", "answer": ""}\n',
+                "row 6:",
+            ),
+            ('{"problem": "?", "solution": "1"}\n', "a question, a text, is needed"),
+        ],
+    )
     def test_that_is_wrong_ends_in_one_line_that_says_where(
-            self, command, tmp_path, monkeypatch, text, words):
+        self, command, tmp_path, monkeypatch, text, words
+    ):
         monkeypatch.setattr(train_math, "load", lambda *a: pytest.fail("a model was loaded first"))
         path = tmp_path / "q.jsonl"
         path.write_text(text)
-        line = one_line(train_math.main, *command, "--dataset", path, "--output_dir",
-                        tmp_path / "o")
+        line = one_line(
+            train_math.main, *command, "--dataset", path, "--output_dir", tmp_path / "o"
+        )
         assert line.startswith(f"train_math.py: --dataset {path}: ") and words in line
 
     @pytest.mark.parametrize("name", ["nowhere.jsonl", ".", "no/where"])
@@ -240,9 +410,9 @@ class TestRollout:
                 second = (model(all_second).logits[:, -1] / temperature).softmax(-1)
             second = (first[:, None] * second)[words != ends].sum(0)  # of those that go on
             for t, exact in enumerate((first, second)):
-                drawn = torch.tensor([r[t] for r in responses[k * n:(k + 1) * n] if len(r) > t])
+                drawn = torch.tensor([r[t] for r in responses[k * n : (k + 1) * n] if len(r) > t])
                 seen = torch.bincount(drawn, minlength=len(words)) / n
-                rare = exact.argsort()[:len(words) // 2]  # a top_k or top_p would drop them
+                rare = exact.argsort()[: len(words) // 2]  # a top_k or top_p would drop them
                 for p, share in (exact, seen), (exact[rare].sum(), seen[rare].sum()):
                     off = ((share - p).abs() / (p * (1 - p) / n).sqrt()).max().item()
                     assert off < 5, f"prompt {k}, position {t}: {off:.1f} standard errors off"
@@ -283,7 +453,7 @@ class TestRollout:
         ids = list(prompt)
         for _ in range(5):
             ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
-        assert responses == [ids[len(prompt):]] * 2
+        assert responses == [ids[len(prompt) :]] * 2
 
     def test_reads_each_prompt_once_and_lets_finished_rows_leave(self, tiny, monkeypatch):
         model, tokenizer = tiny
@@ -302,8 +472,9 @@ class TestRollout:
         going = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
         assert shapes == [(2, max(map(len, prompts))), *((n, 1) for n in going)] and going[-1] < 16
 
-    @pytest.mark.parametrize("rows, at_once", [
-        (256, [5]), (8, [2, 2, 1]), (11, [2, 2, 1]), (3, [1] * 5)])
+    @pytest.mark.parametrize(
+        "rows, at_once", [(256, [5]), (8, [2, 2, 1]), (11, [2, 2, 1]), (3, [1] * 5)]
+    )
     def test_takes_whole_groups_at_once_in_the_questions_order(self, tiny, rows, at_once):
         model, tokenizer = tiny
         questions = [{"question": f"{'Ann ' * n}?"} for n in (3, 1, 5, 2, 4)]
@@ -315,14 +486,15 @@ class TestRollout:
 
         cfg = settings(rollout_rows=rows, max_completion_length=4, instruction="")
         prompts, responses, texts, log_probs = train_math.sample(
-            model, tokenizer, questions, 4, 0.0, cfg, spy)
+            model, tokenizer, questions, 4, 0.0, cfg, spy
+        )
         assert seen == at_once and prompts == encoded(tokenizer, questions)
         assert len(texts) == len(log_probs) == 20
         assert texts == tokenizer.batch_decode(responses, skip_special_tokens=True)
         ends = torch.tensor([tokenizer.eos_token_id])
         for i, prompt in enumerate(prompts):  # greedy: a group's responses are equal
             alone, _ = train_math.rollout(model, [prompt], 4, 4, 0.0, ends)
-            assert responses[4 * i:4 * i + 4] == alone
+            assert responses[4 * i : 4 * i + 4] == alone
 
     def test_of_an_evaluation_reads_no_more_prompts_at_once(self, fresh, monkeypatch):
         seen = []
@@ -338,8 +510,7 @@ class TestRollout:
         assert seen == [2, 2, 1] + [2, 2] + [2, 2, 1], "evaluation, rollout, evaluation"
 
     @pytest.mark.parametrize("ends", [list(range(4, 75)), 7, None])
-    def test_ends_at_any_of_the_models_and_the_tokenizers_end_tokens(
-            self, tiny, monkeypatch, ends):
+    def test_ends_at_any_of_the_models_and_the_tokenizers_end_tokens(self, tiny, monkeypatch, ends):
         model, tokenizer = tiny
         asked = []
 
@@ -357,7 +528,8 @@ class TestRollout:
         tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}A{% endif %}"
-            "{% if enable_thinking is false %} now{% endif %}")
+            "{% if enable_thinking is false %} now{% endif %}"
+        )
         ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], "Say #### 1")
         assert tokenizer.decode(ids[0]) == "user How?\nSay #### 1A now"
 
@@ -369,8 +541,11 @@ class TestLogProbs:
         """One forward for each token, without padding, against all at once with padding."""
         model, tokenizer = tiny
         prompts = encoded(tokenizer, [{"question": q} for q in ("Ann?", "Bob has 3 figs.", "Eve")])
-        responses = [tokenizer("3+4=7").input_ids, [tokenizer.eos_token_id],
-                     tokenizer("12\n#### 5").input_ids]
+        responses = [
+            tokenizer("3+4=7").input_ids,
+            [tokenizer.eos_token_id],
+            tokenizer("12\n#### 5").input_ids,
+        ]
         slow = []
         for prompt, response in zip(prompts, responses):
             for t, token in enumerate(response):
@@ -381,6 +556,7 @@ class TestLogProbs:
 
         class Wide:
             """The head, as if it had so many words that `at_once` rows fill a chunk."""
+
             weight = range(2**22 // at_once) if at_once else head.weight
 
             def __call__(self, hidden):
@@ -414,8 +590,13 @@ class TestLogProbs:
             model.zero_grad()
             for batch in batches:
                 log_probs = train_math.response_log_probs(model, batch, 1.0)
-                gspo_loss(log_probs, log_probs.detach() - 1e-4, batch.advantages, batch.mask,
-                          denominator=8).backward()
+                gspo_loss(
+                    log_probs,
+                    log_probs.detach() - 1e-4,
+                    batch.advantages,
+                    batch.mask,
+                    denominator=8,
+                ).backward()
             return torch.cat([p.grad.flatten() for p in model.parameters()])
 
         expected = gradient([everything])
@@ -439,7 +620,7 @@ class TestLogProbs:
             assert of_rows == list(range(start + 1, start + 5))
             for ids, advantage in zip(minibatch[0].ids.tolist(), minibatch[0].advantages):
                 i = int(advantage) - 1
-                assert (prompts[i] + responses[i] + [0] * 99)[:len(ids)] == ids
+                assert (prompts[i] + responses[i] + [0] * 99)[: len(ids)] == ids
 
 
 class Spy:
@@ -487,17 +668,17 @@ class Spy:
 
 
 def brute_force_loss(model, prompts, responses, advantages, old_log_probs, temperature):
-    """GSPO by the paper, a response at a time: (loss, log-probs), with a clip range of 0.1."""
+    """GSPO by the paper, a response at a time: (loss, log-probs), with a clip range of 0.99 to 1.03."""
     value = 0
     all_log_probs = []
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         log_probs = (logits / temperature).log_softmax(-1)
         log_probs = log_probs[torch.arange(len(response)), torch.tensor(response)]
         all_log_probs.append(log_probs.detach())
         old = old_log_probs[i] if old_log_probs else all_log_probs[i]
         s = (log_probs - old).mean().exp()
-        value = value - torch.minimum(s * advantages[i], s.clamp(0.9, 1.1) * advantages[i])
+        value = value - torch.minimum(s * advantages[i], s.clamp(0.99, 1.03) * advantages[i])
     return value / len(prompts), all_log_probs
 
 
@@ -520,8 +701,16 @@ class TestTraining:
         spy = Spy(monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(torch.nn.utils, "clip_grad_norm_", note)
-            cfg = settings(minibatches=2, epochs=2, max_steps=1, temperature=0.8, eps_low=0.1,
-                           eps_high=0.1, micro_batch_tokens=60, learning_rate=3e-3)
+            cfg = settings(
+                minibatches=2,
+                epochs=2,
+                max_steps=1,
+                temperature=0.8,
+                eps_low=0.01,
+                eps_high=0.03,
+                micro_batch_tokens=60,
+                learning_rate=3e-3,
+            )
             _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=reward, **spy.parts())
         moments.append((model, None))
         ((prompts, responses, _),) = spy.rollouts
@@ -531,15 +720,15 @@ class TestTraining:
         start = copy.deepcopy(moments[0][0])
         _, old = brute_force_loss(start, prompts, responses, advantages, None, 0.8)
         mine = copy.deepcopy(start)
-        optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-3, betas=(0.9, 0.95),
-                                      weight_decay=0)
+        optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
         losses = []
         norms = []
         for k, (then, gradients) in enumerate(moments[:-1]):
             then.zero_grad()
             half = slice(0, 8) if k % 2 == 0 else slice(8, 16)
-            loss, new = brute_force_loss(then, prompts[half], responses[half], advantages[half],
-                                         old[half], 0.8)
+            loss, new = brute_force_loss(
+                then, prompts[half], responses[half], advantages[half], old[half], 0.8
+            )
             loss.backward()
             losses.append(loss.item())
             norms.append(math.hypot(*(p.grad.norm().item() for p in then.parameters())))
@@ -553,8 +742,8 @@ class TestTraining:
         assert max(norms) > 1.1, "so that it is clipped to 1"
         assert row["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-3)
         assert row["loss"] == pytest.approx(sum(losses) / 4, abs=1e-4)
-        assert row["log_ratio_first_max"] == 0 < row["log_ratio_std"]
-        assert row["equal_reward_groups"] >= 0.25
+        assert row["log_ratio_first_max"] == 0 < row["clip_fraction"] < 1
+        assert row["equal_reward_groups"] == 0.25
 
     def test_takes_old_log_probs_once_before_the_first_update(self, fresh, monkeypatch):
         """And on the very micro-batches of the update, built once; each part may be replaced."""
@@ -587,15 +776,17 @@ class TestTraining:
             paid.append([float(len(text) % 2) for text in completions])
             return paid[-1]
 
-        rows = train_math.train(settings(max_steps=2), *fresh, sums(9), reward=reward,
-                                **spy.parts())
-        for row, rewards, (_, responses, log_probs) in zip(rows[1:], paid, spy.rollouts,
-                                                           strict=True):
+        rows = train_math.train(
+            settings(max_steps=2), *fresh, sums(9), reward=reward, **spy.parts()
+        )
+        for row, rewards, (_, responses, log_probs) in zip(
+            rows[1:], paid, spy.rollouts, strict=True
+        ):
             lengths = [len(response) for response in responses]
             assert len(responses) == 16 and 0 < row["cut"] == lengths.count(6) / 16
             assert row["response_length"] == sum(lengths) / 16
             assert 0 < row["reward"] == sum(rewards) / 16
-            equal = sum(len(set(rewards[i:i + 4])) == 1 for i in range(0, 16, 4))
+            equal = sum(len(set(rewards[i : i + 4])) == 1 for i in range(0, 16, 4))
             assert row["equal_reward_groups"] == equal / 4
             assert row["entropy"] == pytest.approx(-log_probs.sum().item() / sum(lengths))
             assert row["seconds"] > row["seconds_rollout"] > 0
@@ -606,14 +797,25 @@ class TestTraining:
         """Three responses of 2, 4 and 2 tokens in two micro-batches. In the first, s = exp(0.2) is
         above the range of 0.7 to 1.2, in the second exp(-0.4) below, in the third it is 1."""
         cfg = settings(algorithm=algorithm, eps_low=0.3, eps_high=0.2, group_size=3)
-        log_ratios = [torch.tensor([[0.4, 0.0]]),
-                      torch.tensor([[0.0, -0.5, -0.5, -0.6], [0, 0, 0, 0]])]
+        log_ratios = [
+            torch.tensor([[0.4, 0.0]]),
+            torch.tensor([[0.0, -0.5, -0.5, -0.6], [0, 0, 0, 0]]),
+        ]
         masks = [torch.ones(1, 2).bool(), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()]
         advantages = [torch.tensor([1.0]), torch.tensor([-1.0, 1.0])]
-        seen = [(SimpleNamespace(old_log_probs=torch.zeros_like(x), mask=mask, advantages=a), x, 3.)
-                for x, mask, a in zip(log_ratios, masks, advantages)]
-        row = train_math.metrics([[1] * 2, [1] * 4, [1] * 2], torch.cat(advantages),
-                                 torch.zeros(3, 4), seen, [2.0, 4.0], 1, cfg)
+        seen = [
+            (SimpleNamespace(old_log_probs=torch.zeros_like(x), mask=mask, advantages=a), x, 3.0)
+            for x, mask, a in zip(log_ratios, masks, advantages)
+        ]
+        row = train_math.metrics(
+            [[1] * 2, [1] * 4, [1] * 2],
+            torch.cat(advantages),
+            torch.zeros(3, 4),
+            seen,
+            [2.0, 4.0],
+            1,
+            cfg,
+        )
         assert row["clip_fraction"] == pytest.approx(clipped / 8)
         assert row["log_ratio_first_max"] == pytest.approx(0.2)
         assert row["log_ratio_std"] == pytest.approx(torch.tensor([-0.4, 0]).std().item())
@@ -622,11 +824,18 @@ class TestTraining:
     def test_of_gspo_token_equals_gspo_and_grpo_differs(self, world):
         rows = {}
         for algorithm in train_math.ALGORITHMS:
-            cfg = settings(algorithm=algorithm, eps_low=0.01, eps_high=0.01, max_steps=1, epochs=2,
-                           learning_rate=1e-2)
+            cfg = settings(
+                algorithm=algorithm,
+                eps_low=0.01,
+                eps_high=0.01,
+                max_steps=1,
+                epochs=2,
+                learning_rate=1e-2,
+            )
             model, tokenizer = train_math.load(world / "model", "cpu")
-            _, rows[algorithm] = train_math.train(cfg, model, tokenizer, sums(4),
-                                                  reward=parity_reward)
+            _, rows[algorithm] = train_math.train(
+                cfg, model, tokenizer, sums(4), reward=parity_reward
+            )
         for key in "loss", "grad_norm", "log_ratio_std", "clip_fraction":
             gspo = pytest.approx(rows["gspo"][key], rel=1e-3, abs=1e-6)
             assert rows["gspo_token"][key] == gspo
@@ -651,15 +860,17 @@ class TestTraining:
 
         cfg = settings(max_steps=1, rollout_rows=8)
         questions = sums(7)
-        train_math.train(cfg, *fresh, questions, reward=reward, rollout=rollout,
-                         build_minibatches=build)
+        train_math.train(
+            cfg, *fresh, questions, reward=reward, rollout=rollout, build_minibatches=build
+        )
         answers = {row["question"]: row["answer"] for row in questions}
         assert seen["built"] == [prompt + "\n" for prompt in seen["prompts"]]
         assert seen["asked"] == seen["built"][::4] and len(set(seen["asked"])) == 4
         assert seen["answers"] == [answers[prompt] for prompt in seen["prompts"]]
 
     def test_leaves_the_weights_alone_where_all_rewards_are_equal_and_says_so_once(
-            self, command, world, tmp_path, capsys):
+        self, command, world, tmp_path, capsys
+    ):
         rows = run(command, tmp_path / "a", reward=constant_reward)
         assert all(row["equal_reward_groups"] == 1 for row in rows[1:])
         assert all(row["log_ratio_first_max"] is None for row in rows[1:])
@@ -678,8 +889,9 @@ class TestTraining:
             return log_probs + 1e-6 * (torch.is_grad_enabled() and next(calls) == 2)
 
         cfg = settings(output_dir=str(tmp_path), max_steps=1, minibatches=1, micro_batch_tokens=60)
-        _, row = train_math.train(cfg, *fresh, sums(4), reward=parity_reward,
-                                  response_log_probs=rounds_otherwise)
+        _, row = train_math.train(
+            cfg, *fresh, sums(4), reward=parity_reward, response_log_probs=rounds_otherwise
+        )
         assert row["log_ratio_first_max"] > 0
         assert "warning: log_ratio_first_max is not 0" in capsys.readouterr().out
 
@@ -720,22 +932,22 @@ class TestTraining:
             assert drawn.setdefault((seed, step), responses) == responses
         assert drawn[0, 1] != drawn[0, 2] != drawn[1, 1] != drawn[0, 1]
 
-    def test_without_a_folder_writes_and_prints_nothing(
-            self, fresh, tmp_path, monkeypatch, capsys):
+    def test_without_a_folder_writes_and_prints_nothing(self, fresh, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         cfg = settings(max_steps=2)
         rows = train_math.train(cfg, *fresh, sums(9), sums(3), reward=constant_reward)
         assert len(rows) == 3 and not list(tmp_path.iterdir()) and not capsys.readouterr().out
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_stops_at_a_loss_that_is_not_finite_and_keeps_the_last_good_state(
-            self, command, tmp_path, monkeypatch, bad):
+    def test_stops_at_a_gradient_that_is_not_finite_and_keeps_the_last_good_state(
+        self, command, tmp_path, monkeypatch, bad
+    ):
         calls = itertools.count(1)
 
-        def loss(*arguments, **more):
-            return gspo_loss(*arguments, **more) * (bad if next(calls) == 3 else 1)
+        def norm(parameters, limit):
+            return torch.tensor(bad if next(calls) == 3 else 1.0)
 
-        monkeypatch.setitem(train_math.ALGORITHMS, "gspo", (loss, 3e-4, 4e-4))
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", norm)
         flags = ["--minibatches", "1", "--save_steps", "1", "--output_dir", tmp_path / "a"]
         line = one_line(train_math.main, *command, *flags, reward=parity_reward)
         assert "step 3: the gradient is not finite: lower --learning_rate" in line
@@ -746,9 +958,21 @@ class TestTraining:
     def test_writes_what_it_promises(self, whole):
         rows = read(whole / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
-        metrics = {"step", "reward", "response_length", "cut", "equal_reward_groups", "entropy",
-                   "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_std",
-                   "seconds", "seconds_rollout"}
+        metrics = {
+            "step",
+            "reward",
+            "response_length",
+            "cut",
+            "equal_reward_groups",
+            "entropy",
+            "loss",
+            "grad_norm",
+            "clip_fraction",
+            "log_ratio_first_max",
+            "log_ratio_std",
+            "seconds",
+            "seconds_rollout",
+        }
         evaluation = {"eval_questions", "eval_reward", "eval_reward_interval", "eval_samples"}
         assert set(rows[0]) == {"step", "settings"} | evaluation
         for row in rows[1:]:
@@ -785,14 +1009,19 @@ class TestEvaluation:
         assert row.pop("eval_reward_interval") == pytest.approx((0.3127, 0.8318), abs=1e-4)
         assert row.pop("eval_last_number_interval") == pytest.approx((0.4902, 0.9433), abs=1e-4)
         samples = [(f"{i}?", text, float(i < 6)) for i, text in enumerate(texts)]
-        assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8,
-                       "eval_samples": samples[:8]}
+        assert row == {
+            "eval_questions": 10,
+            "eval_reward": 0.6,
+            "eval_last_number": 0.8,
+            "eval_samples": samples[:8],
+        }
         assert train_math.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
 
-    @pytest.mark.parametrize("values, interval", [
-        ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
-    def test_with_an_own_reward_has_an_interval_where_it_is_0_or_1(
-            self, fresh, values, interval):
+    @pytest.mark.parametrize(
+        "values, interval",
+        [([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)],
+    )
+    def test_with_an_own_reward_has_an_interval_where_it_is_0_or_1(self, fresh, values, interval):
         questions = [{"question": "?", "level": i} for i in range(3)]
         levels = []
 
@@ -844,13 +1073,15 @@ KILLS = {
     "in a later save": (torch, "save", 3, torch.save, half_a_state),
     "before the first save counts": (os, "replace", 1, os.replace, None),
     "before a later save counts": (os, "replace", 2, os.replace, None),
-    "in the model at the end": (PreTrainedModel, "save_pretrained", 1, None, half_a_model)}
+    "in the model at the end": (PreTrainedModel, "save_pretrained", 1, None, half_a_model),
+}
 
 
 class TestGoingOn:
     @pytest.mark.parametrize("moment", KILLS)
     def test_after_a_kill_equals_a_run_never_killed(
-            self, command, whole, tmp_path, monkeypatch, moment):
+        self, command, whole, tmp_path, monkeypatch, moment
+    ):
         owner, name, call, function, half = KILLS[moment]
         dying = dies_at(call, function, half)
         with monkeypatch.context() as patch:
@@ -881,7 +1112,8 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     @pytest.mark.parametrize("times", [1, 2])
     def test_after_a_signal_equals_a_run_never_stopped(
-            self, command, whole, tmp_path, capsys, number, times):
+        self, command, whole, tmp_path, capsys, number, times
+    ):
         """In the middle of step 3 of 6. One: the step is finished and saved. Two: it ends at once.
         Either way, the handlers that were there before main are there again."""
         training = itertools.count(1)
@@ -911,7 +1143,8 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
         assert_same(whole, tmp_path / "a")
 
     def test_of_a_finished_run_changes_nothing_but_mends_its_model(
-            self, command, whole, tmp_path, capsys):
+        self, command, whole, tmp_path, capsys
+    ):
         folder = tmp_path / "a"
         shutil.copytree(whole, folder)
         (folder / "model" / "model.safetensors").write_bytes(b"half")
@@ -924,33 +1157,51 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
         folder = tmp_path / "moved"
         shutil.copytree(whole, folder)
         data = shutil.copy(command[3], tmp_path / "copy.jsonl")
-        flags = ["--max_steps", "8", "--micro_batch_tokens", "99", "--rollout_rows", "8",
-                 "--save_steps", "8", "--dataset", str(data)]
+        flags = [
+            "--max_steps",
+            "8",
+            "--micro_batch_tokens",
+            "99",
+            "--rollout_rows",
+            "8",
+            "--save_steps",
+            "8",
+            "--dataset",
+            str(data),
+        ]
         rows = run(command, folder, *flags)
         assert "note: the run began with --max_steps 6: " in capsys.readouterr().out
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
 
-    @pytest.mark.parametrize("flags, words", [
-        (["--seed", "1"], "another seed:"), (["--group_size", "2"], "another group_size:"),
-        (["--epochs", "2", "--temperature", "0.9"], "another epochs, temperature:"),
-        (["--algorithm", "grpo"], "another algorithm, eps_low, eps_high:"),
-        (["--learning_rate", "1"], "another learning_rate:"),
-        (["--prompts_per_step", "8"], "another prompts_per_step:"),
-        (["--minibatches", "2"], "another minibatches:"),
-        (["--instruction", "Hm."], "another instruction:"),
-        (["--max_completion_length", "7"], "another max_completion_length:"),
-        (["--model", "other"], "another model:"), (["--eval_size", "2"], "another questions:"),
-        (["--dataset", "changed.jsonl"], "another questions:")])
+    @pytest.mark.parametrize(
+        "flags, words",
+        [
+            (["--seed", "1"], "another seed:"),
+            (["--group_size", "2"], "another group_size:"),
+            (["--epochs", "2", "--temperature", "0.9"], "another epochs, temperature:"),
+            (["--algorithm", "grpo"], "another algorithm, eps_low, eps_high:"),
+            (["--learning_rate", "1"], "another learning_rate:"),
+            (["--prompts_per_step", "8"], "another prompts_per_step:"),
+            (["--minibatches", "2"], "another minibatches:"),
+            (["--instruction", "Hm."], "another instruction:"),
+            (["--max_completion_length", "7"], "another max_completion_length:"),
+            (["--model", "other"], "another model:"),
+            (["--eval_size", "2"], "another questions:"),
+            (["--dataset", "changed.jsonl"], "another questions:"),
+        ],
+    )
     def test_refuses_another_run_by_what_it_has_changed(
-            self, command, whole, tmp_path, monkeypatch, flags, words):
+        self, command, whole, tmp_path, monkeypatch, flags, words
+    ):
         monkeypatch.setattr(train_math, "load", lambda *a: pytest.fail("a model was loaded first"))
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "changed.jsonl", [{"question": "new?", "answer": "1"}] + sums(29))
         before = {path: path.read_bytes() for path in whole.rglob("*.*")}
-        line = one_line(train_math.main, *command, "--output_dir", whole, *flags,
-                        reward=parity_reward)
+        line = one_line(
+            train_math.main, *command, "--output_dir", whole, *flags, reward=parity_reward
+        )
         assert words in line and f"--output_dir {whole}: " in line
         assert {path: path.read_bytes() for path in whole.rglob("*.*")} == before
 
@@ -968,8 +1219,9 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
         shutil.copytree(whole, tmp_path / "a")
         state = tmp_path / "a" / "state.pt"
         state.write_bytes(state.read_bytes()[:-5000])
-        line = one_line(train_math.main, *command, "--output_dir", tmp_path / "a",
-                        reward=parity_reward)
+        line = one_line(
+            train_math.main, *command, "--output_dir", tmp_path / "a", reward=parity_reward
+        )
         assert f"--output_dir {tmp_path / 'a'}: " in line
 
     def test_refuses_a_second_process_and_gives_the_lock_back(self, command, tmp_path):
@@ -999,8 +1251,12 @@ class TestCommandLine:
         rows = [{"question": f"{i}?", "level": i} for i in range(10)]
         data = write_jsonl(tmp_path / "own.jsonl", rows)
         flags = ["--dataset", data, "--output_dir", "runs/own", "--max_steps", "2"]
-        done = subprocess.run([sys.executable, "own.py", *command, *flags], cwd=tmp_path,
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "own.py", *command, *flags],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         assert "8 questions, 2 more are held out" in done.stdout
         assert "runs/own/model is the model after step 2" in done.stdout
@@ -1009,16 +1265,31 @@ class TestCommandLine:
         assert len(rows) == 3 and rows[2]["eval_questions"] == 2
         assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
 
-    @pytest.mark.parametrize("flags, word", [
-        ("--group_size 1", "--group_size 1"), ("--group_sizes 4", "--group_sizes"),
-        ("--rollout_rows 0", "--rollout_rows"), ("--prompts_per_step 0", "--prompts_per_step"),
-        ("--prompts_per_step 6", "--minibatches"), ("--temperature 0", "--temperature"),
-        ("--learning_rate nan", "nan"), ("--learning_rate -1", "--learning_rate"),
-        ("--eps_low 0", "--eps_low"), ("--eps_high inf", "--eps_high"), ("--tiny", "--tiny"),
-        ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
-        ("--seed -1", "--seed"), ("--seed 99999999999999999", "--seed"), ("stray", "stray"),
-        ("--save_steps 0", "--save_steps"), ("--micro_batch_tokens 0", "--micro_batch_tokens"),
-        ("--epochs 0", "--epochs"), ("--minibatches 0", "--minibatches")])
+    @pytest.mark.parametrize(
+        "flags, word",
+        [
+            ("--group_size 1", "--group_size 1"),
+            ("--group_sizes 4", "--group_sizes"),
+            ("--rollout_rows 0", "--rollout_rows"),
+            ("--prompts_per_step 0", "--prompts_per_step"),
+            ("--prompts_per_step 6", "--minibatches"),
+            ("--temperature 0", "--temperature"),
+            ("--learning_rate nan", "nan"),
+            ("--learning_rate -1", "--learning_rate"),
+            ("--eps_low 0", "--eps_low"),
+            ("--eps_high inf", "--eps_high"),
+            ("--tiny", "--tiny"),
+            ("--eval_size -1", "--eval_size"),
+            ("--max_steps 0", "--max_steps"),
+            ("--seed -1", "--seed"),
+            ("--seed 99999999999999999", "--seed"),
+            ("stray", "stray"),
+            ("--save_steps 0", "--save_steps"),
+            ("--micro_batch_tokens 0", "--micro_batch_tokens"),
+            ("--epochs 0", "--epochs"),
+            ("--minibatches 0", "--minibatches"),
+        ],
+    )
     def test_refuses_what_is_wrong_in_one_line(self, flags, word):
         line = one_line(train_math.main, *flags.split())
         assert line.startswith("train_math.py: settings: ") and word in line
@@ -1030,8 +1301,11 @@ class TestCommandLine:
         assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err
 
     def test_gives_each_algorithm_its_own_clip_range(self):
-        for algorithm, expected in ("gspo", (3e-4, 4e-4)), ("gspo_token", (3e-4, 4e-4)), (
-                "grpo", (0.2, 0.27)):
+        for algorithm, expected in (
+            ("gspo", (3e-4, 4e-4)),
+            ("gspo_token", (3e-4, 4e-4)),
+            ("grpo", (0.2, 0.27)),
+        ):
             cfg = train_math.parse_settings(["--algorithm", algorithm])
             assert (cfg.eps_low, cfg.eps_high) == expected
         cfg = train_math.parse_settings(["--eps_low", "0.1"])
@@ -1048,13 +1322,15 @@ class TestCommandLine:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
         monkeypatch.setitem(train_math.ALGORITHMS, "gspo", (full, 3e-4, 4e-4))
-        line = one_line(train_math.main, *command, "--output_dir", tmp_path / "a",
-                        reward=parity_reward)
+        line = one_line(
+            train_math.main, *command, "--output_dir", tmp_path / "a", reward=parity_reward
+        )
         assert "CUDA out of memory" in line
         assert "--micro_batch_tokens" in line and "--rollout_rows" in line
 
     def test_shows_the_traceback_of_a_mistake_in_the_script_and_can_be_called_again(
-            self, command, whole, tmp_path):
+        self, command, whole, tmp_path
+    ):
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 
         def mistaken(prompts, completions, **columns):
@@ -1106,12 +1382,22 @@ class TestModels:
         with pytest.raises(ValueError, match="eight sampled tokens have other log-probs"):
             train_math.check_model(model, tokenizer, questions, settings())
 
-    @pytest.mark.parametrize("fault, words", [
-        ("scaled", "other log-probs"), ("no pair", "no pair"), ("no end", "an end token"),
-        ("no template", "chat"), ("too long", "515 tokens"), ("nan", ""), ("meta", ""),
-        ("tpu9", "tpu9")])
+    @pytest.mark.parametrize(
+        "fault, words",
+        [
+            ("scaled", "other log-probs"),
+            ("no pair", "no pair"),
+            ("no end", "an end token"),
+            ("no template", "chat"),
+            ("too long", "515 tokens"),
+            ("nan", ""),
+            ("meta", ""),
+            ("tpu9", "tpu9"),
+        ],
+    )
     def test_that_do_not_fit_end_in_one_line_before_any_step(
-            self, command, fresh, tmp_path, monkeypatch, fault, words):
+        self, command, fresh, tmp_path, monkeypatch, fault, words
+    ):
         model, tokenizer = fresh
         flags = ["--output_dir", tmp_path / "a"]
         if fault == "scaled":
@@ -1141,19 +1427,36 @@ class TestModels:
         weights = tmp_path / "cut" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
         for name in "empty", "nowhere", "cut":
-            line = one_line(train_math.main, *command, "--model", tmp_path / name,
-                            "--output_dir", tmp_path / "o")
+            line = one_line(
+                train_math.main,
+                *command,
+                "--model",
+                tmp_path / name,
+                "--output_dir",
+                tmp_path / "o",
+            )
             assert f"--model {tmp_path / name} " in line
 
     def test_of_a_hybrid_kind_sample_and_score_alike(self):
         """Convolutions beside attention: its cache holds more than keys and values."""
         tokenizer = tiny_tokenizer()
         torch.manual_seed(0)
-        model = Lfm2ForCausalLM(Lfm2Config(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
-            layer_types=["conv", "full_attention"], initializer_range=0.3, bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).eval()
+        model = Lfm2ForCausalLM(
+            Lfm2Config(
+                vocab_size=len(tokenizer),
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=512,
+                layer_types=["conv", "full_attention"],
+                initializer_range=0.3,
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        ).eval()
         prompts = encoded(tokenizer)
         responses, sampled = train_math.rollout(model, prompts, 8, 12, 0.7, torch.arange(1, 20))
         assert len({len(response) for response in responses}) > 3
@@ -1162,14 +1465,16 @@ class TestModels:
         log_probs = train_math.response_log_probs(model, batch, 0.7)
         for i, response in enumerate(responses):
             mine = log_probs[i][batch.mask[i]]
-            assert torch.allclose(mine, sampled[i, :len(response)], atol=1e-4)
-        rows = train_math.train(settings(max_steps=1), model, tokenizer, sums(4),
-                                reward=parity_reward)
+            assert torch.allclose(mine, sampled[i, : len(response)], atol=1e-4)
+        rows = train_math.train(
+            settings(max_steps=1), model, tokenizer, sums(4), reward=parity_reward
+        )
         assert rows[1]["log_ratio_first_max"] == 0 < rows[1]["grad_norm"]
 
     @pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
     def test_with_lora_train_their_adapter_alone(self, fresh):
         from peft import LoraConfig, get_peft_model
+
         model, tokenizer = fresh
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
         before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
