@@ -26,6 +26,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     Lfm2Config,
     Lfm2ForCausalLM,
     PreTrainedModel,
@@ -668,7 +670,7 @@ class Spy:
 
 
 def brute_force_loss(model, prompts, responses, advantages, old_log_probs, temperature):
-    """GSPO by the paper, a response at a time: (loss, log-probs), with a clip range of 0.99 to 1.03."""
+    """GSPO by the paper, a response at a time, clipped at 0.99 and 1.03: (loss, log-probs)."""
     value = 0
     all_log_probs = []
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
@@ -794,32 +796,30 @@ class TestTraining:
 
     @pytest.mark.parametrize("algorithm, clipped", [("gspo", 6), ("gspo_token", 6), ("grpo", 4)])
     def test_counts_the_tokens_that_the_algorithm_clips(self, algorithm, clipped):
-        """Three responses of 2, 4 and 2 tokens in two micro-batches. In the first, s = exp(0.2) is
-        above the range of 0.7 to 1.2, in the second exp(-0.4) below, in the third it is 1."""
-        cfg = settings(algorithm=algorithm, eps_low=0.3, eps_high=0.2, group_size=3)
-        log_ratios = [
-            torch.tensor([[0.4, 0.0]]),
-            torch.tensor([[0.0, -0.5, -0.5, -0.6], [0, 0, 0, 0]]),
-        ]
-        masks = [torch.ones(1, 2).bool(), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()]
-        advantages = [torch.tensor([1.0]), torch.tensor([-1.0, 1.0])]
-        seen = [
-            (SimpleNamespace(old_log_probs=torch.zeros_like(x), mask=mask, advantages=a), x, 3.0)
-            for x, mask, a in zip(log_ratios, masks, advantages)
-        ]
-        row = train_math.metrics(
-            [[1] * 2, [1] * 4, [1] * 2],
-            torch.cat(advantages),
-            torch.zeros(3, 4),
-            seen,
-            [2.0, 4.0],
-            1,
-            cfg,
+        """Three responses of 2, 4 and 2 tokens in two micro-batches. In the first, s = exp(-0.2) is
+        below the range of 0.85 to 1.2, in the second exp(0.4) above, in the third it is 1."""
+        cfg = settings(algorithm=algorithm, eps_low=0.15, eps_high=0.2, group_size=3)
+        first = SimpleNamespace(
+            old_log_probs=torch.zeros(1, 2),
+            mask=torch.ones(1, 2).bool(),
+            advantages=torch.tensor([-1.0]),
         )
+        second = SimpleNamespace(
+            old_log_probs=torch.zeros(2, 4),
+            mask=torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool(),
+            advantages=torch.tensor([1.0, -1.0]),
+        )
+        log_probs = torch.tensor([[0.0, 0.5, 0.5, 0.6], [0, 0, 0, 0]])
+        seen = [(first, torch.tensor([[-0.4, 0.0]]), 3.0), (second, log_probs, 5.0)]
+        responses = [[1] * 2, [1] * 4, [1] * 2]
+        advantages = torch.tensor([1.0, -1.0, 0.0])
+        sampled = torch.zeros(3, 4)
+        row = train_math.metrics(responses, advantages, sampled, seen, [2.0, 4.0], 1, cfg)
         assert row["clip_fraction"] == pytest.approx(clipped / 8)
         assert row["log_ratio_first_max"] == pytest.approx(0.2)
-        assert row["log_ratio_std"] == pytest.approx(torch.tensor([-0.4, 0]).std().item())
-        assert (row["loss"], row["grad_norm"], row["equal_reward_groups"]) == (3, 3, 0)
+        assert row["log_ratio_std"] == pytest.approx(torch.tensor([0.4, 0]).std().item())
+        assert (row["loss"], row["grad_norm"]) == (4, 3)
+        assert row["equal_reward_groups"] == 0
 
     def test_of_gspo_token_equals_gspo_and_grpo_differs(self, world):
         rows = {}
@@ -1437,26 +1437,33 @@ class TestModels:
             )
             assert f"--model {tmp_path / name} " in line
 
-    def test_of_a_hybrid_kind_sample_and_score_alike(self):
-        """Convolutions beside attention: its cache holds more than keys and values."""
+    @pytest.mark.parametrize("kind", ["hybrid", "learned positions"])
+    def test_of_other_kinds_sample_and_score_alike(self, kind):
+        """Convolutions beside attention: the cache holds more than keys and values. Learned
+        positions: they count from the prompt's first token, not from the padding's."""
         tokenizer = tiny_tokenizer()
+        words = {
+            "vocab_size": len(tokenizer),
+            "initializer_range": 0.3,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
         torch.manual_seed(0)
-        model = Lfm2ForCausalLM(
-            Lfm2Config(
-                vocab_size=len(tokenizer),
+        if kind == "hybrid":
+            config = Lfm2Config(
                 hidden_size=32,
                 intermediate_size=64,
                 num_hidden_layers=2,
                 num_attention_heads=2,
                 num_key_value_heads=1,
-                max_position_embeddings=512,
                 layer_types=["conv", "full_attention"],
-                initializer_range=0.3,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
+                **words,
             )
-        ).eval()
+            model = Lfm2ForCausalLM(config).eval()
+        else:
+            config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, **words)
+            model = GPT2LMHeadModel(config).eval()
         prompts = encoded(tokenizer)
         responses, sampled = train_math.rollout(model, prompts, 8, 12, 0.7, torch.arange(1, 20))
         assert len({len(response) for response in responses}) > 3
@@ -1466,10 +1473,10 @@ class TestModels:
         for i, response in enumerate(responses):
             mine = log_probs[i][batch.mask[i]]
             assert torch.allclose(mine, sampled[i, : len(response)], atol=1e-4)
-        rows = train_math.train(
-            settings(max_steps=1), model, tokenizer, sums(4), reward=parity_reward
-        )
-        assert rows[1]["log_ratio_first_max"] == 0 < rows[1]["grad_norm"]
+        cfg = settings(max_steps=1, max_completion_length=40)
+        train_math.check_model(model, tokenizer, sums(4), cfg)
+        _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=parity_reward)
+        assert row["log_ratio_first_max"] == 0 < row["grad_norm"]
 
     @pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
     def test_with_lora_train_their_adapter_alone(self, fresh):
