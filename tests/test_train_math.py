@@ -282,7 +282,10 @@ class TestAnswers:
         assert train_math.gold_answer(answer) is None
 
     def test_are_rewarded_with_trls_signature(self):
-        chat = [{"role": "assistant", "content": "So #### 42"}]
+        chat = [
+            {"role": "assistant", "content": "#### 41"},
+            {"role": "assistant", "content": "So #### 42"},
+        ]
         completions = ["#### 42", r"\boxed{42}", "#### 41", "42", chat, None, "#### 4"]
         columns = {"prompts": ["?"] * 7, "answer": ["6 * 7\n#### 42"] * 7, "level": [1] * 7}
         reward = train_math.correctness_reward
@@ -524,6 +527,18 @@ class TestRollout:
         train_math.sample(model, tokenizer, QUESTIONS, 2, 1.0, settings(), spy)
         more = ends if isinstance(ends, list) else [ends] if ends else []
         assert asked == sorted({tokenizer.eos_token_id, *more})
+
+    def test_gives_texts_without_the_end_token(self, fresh):
+        model, tokenizer = fresh
+        response = tokenizer("4+5").input_ids + [tokenizer.eos_token_id]
+
+        def rollout(*arguments):
+            return [response], torch.zeros(1, 6)
+
+        _, responses, texts, _ = train_math.sample(
+            model, tokenizer, QUESTIONS[:1], 1, 1.0, settings(), rollout
+        )
+        assert responses == [response] and texts == ["4+5"]
 
     def test_asks_through_the_chat_template_with_the_instruction(self):
         tokenizer = tiny_tokenizer()
@@ -1165,7 +1180,7 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
             "--rollout_rows",
             "8",
             "--save_steps",
-            "8",
+            "5",
             "--dataset",
             str(data),
         ]
