@@ -1285,6 +1285,7 @@ class TestCommandLine:
         [
             ("--group_size 1", "--group_size 1"),
             ("--group_sizes 4", "--group_sizes"),
+            ("--group_siz 4", "--group_siz"),
             ("--rollout_rows 0", "--rollout_rows"),
             ("--prompts_per_step 0", "--prompts_per_step"),
             ("--prompts_per_step 6", "--minibatches"),
@@ -1451,6 +1452,14 @@ class TestModels:
                 tmp_path / "o",
             )
             assert f"--model {tmp_path / name} " in line
+
+    def test_whose_forward_is_not_a_number_are_refused(self, fresh, monkeypatch):
+        def not_a_number(model, batch, temperature):
+            return torch.full(batch.mask.shape, math.nan)
+
+        monkeypatch.setattr(train_math, "response_log_probs", not_a_number)
+        with pytest.raises(ValueError, match="other log-probs"):
+            train_math.check_model(*fresh, QUESTIONS, settings())
 
     @pytest.mark.parametrize("kind", ["hybrid", "learned positions"])
     def test_of_other_kinds_sample_and_score_alike(self, kind):
