@@ -1148,6 +1148,7 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
             signal.signal(number, before)
         shown = capsys.readouterr().out
         assert "this step is finished and saved first" in shown
+        assert "no gradient" not in shown, "there was one"
         if times == 1:
             assert stop.value.code == 128 + number and "after step 3" in shown
         else:
