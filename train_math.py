@@ -13,7 +13,6 @@ Left out: several GPUs, a KL penalty, an inference engine, warm-up, logging serv
 import contextlib
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -60,7 +59,7 @@ class Settings:
     model: str = flag("Qwen/Qwen2.5-0.5B-Instruct", "hub id or folder")
     dataset: str = flag("openai/gsm8k", "hub id, folder of train and test files, or one .jsonl; a "
                         "row has a question and an answer, '42' or '... #### 42'")
-    output_dir: str | None = flag("runs/math", "a run in it goes on where it was saved")
+    output_dir: str = flag("runs/math", "a run in it goes on where it was saved")
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
     seed: int = flag(0, "of the questions' order and of the sampling")
     instruction: str = flag(
@@ -215,7 +214,7 @@ def draw_tokens(probs):
     """One token a row, (n, V) -> (n, 1): where the cumulative probability reaches a random number.
 
     torch.multinomial would draw V random numbers a row: ten times as slow on a CPU."""
-    cumulative = probs.cumsum(dim=-1)
+    cumulative = probs.cumsum(-1)
     uniform = 1 - torch.rand(len(probs), 1, device=probs.device)  # (0, 1]: never a probability of 0
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
 
@@ -239,7 +238,7 @@ def rollout(model, prompts, group_size, max_length, temperature, ends):
     tokens = torch.full((n, max_length), -1, device=ids.device)
     log_probs = torch.zeros(n, max_length, device=ids.device)
     for t in tqdm(range(max_length), "rollout, tokens", leave=False, delay=1):
-        position = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.size(1):]
+        position = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.size(1):]
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position,
                        past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         if t == 0:  # each prompt was read once; from here on there is a row a response
@@ -248,7 +247,7 @@ def rollout(model, prompts, group_size, max_length, temperature, ends):
             logits, mask = logits[copies], mask[copies]
 
         probs = torch.softmax(logits.float() / (temperature or 1), dim=-1)
-        ids = draw_tokens(probs) if temperature else probs.argmax(dim=-1, keepdim=True)
+        ids = draw_tokens(probs) if temperature else probs.argmax(-1, keepdim=True)
         tokens[rows, t] = ids[:, 0]
         log_probs[rows, t] = probs.gather(1, ids)[:, 0].log()
 
@@ -405,13 +404,11 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, reward=correct
                          cfg.eps_low, cfg.eps_high, denominator=denominator)
             value.backward()
             seen.append((batch, log_probs.detach(), value.item()))
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        if not math.isfinite(grad_norm):  # as after a loss that was not
-            raise FloatingPointError(f"step {step}: the gradient is not finite: lower "
-                                     "--learning_rate")
+        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-        grad_norms.append(grad_norm)
+    if not all(p.isfinite().all() for p in model.parameters()):  # as after a loss that was not
+        raise FloatingPointError(f"step {step}: loss or weights not finite: lower --learning_rate")
     first = len(minibatches[0]) if minibatches else 0  # micro-batches before any optimizer step
     return {"step": step, "reward": rewards.mean().item(),
             **metrics(responses, advantages, sampled_log_probs, seen, grad_norms, first, cfg),
@@ -421,7 +418,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, reward=correct
 def metrics(responses, advantages, sampled_log_probs, seen, grad_norms, first, cfg):
     """seen: (micro-batch, log-probs, loss), the `first` of them before any optimizer step."""
     sizes = [len(response) for response in responses]
-    equal = (advantages.view(-1, cfg.group_size) == 0).all(dim=1)
+    equal = (advantages.view(-1, cfg.group_size) == 0).all(1)
     log_s = []
     clipped = tokens = 0
     for batch, log_probs, _ in seen:
@@ -453,7 +450,7 @@ def wilson(right, n):
     """Wilson's 95% interval of the share right / n, as (low, high)."""
     z2 = 1.96**2
     centre = right + z2 / 2
-    half = math.sqrt(z2 * (right * (n - right) / n + z2 / 4))
+    half = (z2 * (right * (n - right) / n + z2 / 4)) ** 0.5
     return (centre - half) / (n + z2), (centre + half) / (n + z2)
 
 

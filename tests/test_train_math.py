@@ -954,18 +954,20 @@ class TestTraining:
         assert len(rows) == 3 and not list(tmp_path.iterdir()) and not capsys.readouterr().out
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_stops_at_a_gradient_that_is_not_finite_and_keeps_the_last_good_state(
+    def test_stops_where_weights_are_not_finite_and_keeps_the_last_good_state(
         self, command, tmp_path, monkeypatch, bad
     ):
         calls = itertools.count(1)
 
         def norm(parameters, limit):
-            return torch.tensor(bad if next(calls) == 3 else 1.0)
+            if next(calls) == 3:
+                next(iter(parameters)).grad.fill_(bad)
+            return torch.tensor(1.0)
 
         monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", norm)
         flags = ["--minibatches", "1", "--save_steps", "1", "--output_dir", tmp_path / "a"]
         line = one_line(train_math.main, *command, *flags, reward=parity_reward)
-        assert "step 3: the gradient is not finite: lower --learning_rate" in line
+        assert "step 3: loss or weights not finite: lower --learning_rate" in line
         state = torch.load(tmp_path / "a" / "state.pt")
         assert len(state["rows"]) == 3
         assert all(weight.isfinite().all() for weight in state["model"].values())
