@@ -97,41 +97,87 @@ def histogram(responses):
 
 
 def draw(rows, histograms, path):
+    """A panel a model with its ratios' distances from 1, and one with the spreads."""
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plt.subplots(1, len(models) + 1, figsize=(5 * (len(models) + 1), 4.4), layout="constrained")
-    kinds = (("tokens", "tab:orange", GRPO, "GRPO"), ("responses", "tab:blue", GSPO, "GSPO"))
-    for axis, model in zip(axes, models):
-        for name, colour, clip, algorithm in kinds:
-            counts = torch.tensor([row[name] for row in histograms if row["model"] == model]).sum(dim=0)
-            axis.stairs(counts / counts.sum(), BINS, fill=True, alpha=0.5, color=colour,
-                        label=f"ratios of {int(counts.sum()):,} {name}")
-            label = f"{algorithm}'s clip range, {clip[0]:g} below 1, {clip[1]:g} above"
-            axis.axvline(-math.log1p(-clip[0]), color=colour, linestyle="--", label=label)
-            axis.axvline(math.log1p(clip[1]), color=colour, linestyle="--")
-        axis.set(xscale="log", title=f"{model}, after one epoch",
-                 xlabel="distance from 1: |log ratio|", ylabel="share", ylim=(0, 1.4 * axis.get_ylim()[1]))
-        axis.legend(fontsize=7, loc="upper left")
-    styles = {"token_std": ("one token", "tab:orange"), "log_s_std": ("log s, the tokens' mean", "tab:blue"),
-              "log_sum_std": ("the tokens' sum: no root", "tab:red")}
-    for model, line in zip(models, ("--", "-")):
-        for name, (label, colour) in styles.items():
-            own = [row for row in rows if row["model"] == model]
-            lengths = sorted({row["length"] for row in own})
-            values = [[row[name] for row in own if row["length"] == n] for n in lengths]
-            axes[-1].plot(lengths, [sum(v) / len(v) for v in values], line, marker=".", color=colour,
-                          label=f"{label}, {model}")
-    axes[-1].set(xscale="log", yscale="log", title="spread of the log-ratio by length",
-                 xlabel="tokens of the response", ylabel="standard deviation")
-    axes[-1].set_xticks(LENGTHS, map(str, LENGTHS))
-    axes[-1].minorticks_off()
-    axes[-1].grid(alpha=0.3)
-    axes[-1].axhspan(*GSPO, color="gray", alpha=0.6, label="GSPO's clip range")
-    axes[-1].set_ylim(2e-7, 8)
-    axes[-1].legend(fontsize=7, loc="lower right")
+    figure, axes = plt.subplots(
+        1, len(models) + 1, figsize=(5 * (len(models) + 1), 4.6), layout="constrained"
+    )
+    for axis, model in zip(axes, models, strict=False):
+        draw_histogram(axis, [row for row in histograms if row["model"] == model])
+        axis.set_title(f"{model}, after one epoch", pad=22)
+    draw_spreads(axes[-1], models, rows)
     figure.savefig(path, dpi=110)
+
+
+def draw_histogram(axis, histograms):
+    kinds = (
+        ("tokens", "tab:orange", GRPO, "GRPO's clip range"),
+        ("responses", "tab:blue", GSPO, "GSPO's"),
+    )
+    for name, colour, (low, high), title in kinds:
+        counts = torch.tensor([row[name] for row in histograms]).sum(dim=0)
+        axis.stairs(
+            counts / counts.sum(),
+            BINS,
+            fill=True,
+            alpha=0.5,
+            color=colour,
+            label=f"{int(counts.sum()):,} {name}",
+        )
+        axis.axvspan(-math.log1p(-low), math.log1p(high), color=colour, alpha=0.8)
+        axis.annotate(
+            title,
+            (math.log1p(high), 1.01),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            color=colour,
+        )
+    axis.set(xscale="log", xlabel="distance from 1: |log ratio|", ylabel="share")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+
+
+def draw_spreads(axis, models, rows):
+    spreads = {
+        "token_std": ("one token", "tab:orange"),
+        "log_s_std": ("log s", "tab:blue"),
+        "log_sum_std": ("sum: log s without the root", "tab:red"),
+    }
+    for model, line in zip(models, ("--", "-"), strict=False):
+        own = [row for row in rows if row["model"] == model]
+        lengths = sorted({row["length"] for row in own})
+        for name in spreads:
+            values = [[row[name] for row in own if row["length"] == n] for n in lengths]
+            axis.plot(
+                lengths, [sum(v) / len(v) for v in values], line, marker=".", color=spreads[name][1]
+            )
+        axis.plot([], [], line, color="black", label=model)
+    for name, (label, colour) in spreads.items():
+        last = [row[name] for row in rows if row["length"] == max(LENGTHS)]
+        if last:
+            above = 0.55 if name == "log_s_std" else 1.5
+            axis.annotate(
+                label, (max(LENGTHS), above * sum(last) / len(last)), ha="right", color=colour
+            )
+    axis.axhspan(*GSPO, color="gray", alpha=0.6)
+    axis.annotate("GSPO's clip range", (min(LENGTHS), 1.5 * GSPO[1]), color="gray")
+    axis.set(
+        xscale="log",
+        yscale="log",
+        title="spread of the log-ratio by length",
+        xlabel="tokens of the response",
+        ylabel="standard deviation",
+        ylim=(1e-4, 10),
+    )
+    axis.set_xticks(LENGTHS, map(str, LENGTHS))
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def table(rows):

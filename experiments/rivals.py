@@ -54,6 +54,9 @@ TASKS["unfinished, 60 tokens"] = (tiny_model, partial(parts.long_cold_start, lea
 TASKS["two turns"] = (tiny_model, partial(parts.long_cold_start, least=7, most=11, turns=2),
                       partial(parts.two_turn_questions, least=7, most=11), TASKS["60 tokens"][-1])
 STUDENT = {2: 12.71, 3: 4.303, 6: 2.571}  # cold starts: the t of a 95% interval
+# No interval is narrower. Three cold starts may agree by luck: differences between arms above .75
+# have a pooled standard deviation of .053 (135 of them). Six: sampling 256 answers makes .02.
+NARROWEST = {3: 0.06, 6: 0.02}
 KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm",
         "seconds", "seconds_rollout")
 
@@ -140,6 +143,30 @@ EXPERIMENTS = {
         for panel, ranges, more in (("long responses, 4 epochs a rollout", BEST.values(), {}),
                                     ("the same, 1 epoch a rollout", BEST.values(), {"epochs": 1}),
                                     ("short responses, 4 epochs", (0.03, 0.2), {"task": "short"}))},
+    "norm": {"long responses, 4 epochs": {
+        "GSPO": arm(GSPO, [2e-3, 2.5e-3]),
+        "GSPO times 200": after("gspo_200", [2e-3, 2.5e-3]),
+        "LUSPO": after("luspo", [2e-3, 2.5e-3]),
+        "LUSPO over 200": after("luspo_200", [2e-3, 2.5e-3]),
+        "FSPO": after("fspo", [0.03, 0.03]),
+        "FSPO over 200": after("fspo_200", [0.03, 0.03])}},
+    "lower_rates": {f"learning rate {rate:g}": {
+        "GSPO": arm(GSPO, 0.003, **more),
+        "no gate": {**NO_GATE, **more},
+        "SAPO": after("sapo", [1.05, 1.0], **more),
+        "CISPO": after("cispo", [1, 5.0], **more)}
+        for rate, more in ((3e-4, {}),
+                           (1e-4, {"learning_rate": 1e-4}),
+                           (3e-5, {"learning_rate": 3e-5}))},
+    "greedy": {"long responses, 4 epochs": {**both(0.01, 0.1), "no gate": NO_GATE}},
+    "open": {  # not run yet
+        "60 tokens, 100 rollouts": {
+            "GSPO without its clip": arm(GSPO, 0.99, "unfinished, 60 tokens", max_steps=100,
+                                         learning_rate=3e-4, loss=["sequence", "one", None])},
+        "beyond the grid's edge": {
+            "SAPO": after("sapo", [336, 320]),
+            "CISPO": after("cispo", [1, 0.03]),
+            "DAPO": after("dapo", [0.99, 1.4])}},
     "noise": {
         f"{epochs} epoch{'s' * (epochs > 1)}, noise on log s in the gate": {
             f"{sd:g}": arm(GSPO, 0.003, epochs=epochs, **({"noise": sd} if sd else {}))
@@ -313,9 +340,10 @@ def run(spec, cold, seed):
             row["start"] = accuracy(model, tokenizer, task, cold)
         steps, replay = train(spec, model, tokenizer, seed + 50 * ("first" in spec))
     except FloatingPointError as problem:  # it diverged: no answer is right
-        return {**row, "accuracy": 0.0, "probe": 0.0, "problem": str(problem)}
+        return {**row, "accuracy": 0.0, "probe": 0.0, "greedy": 0.0, "problem": str(problem)}
     row["accuracy"] = accuracy(model, tokenizer, task, cold)
     row["probe"] = accuracy(model, tokenizer, task, cold, "probe")
+    row["greedy"] = accuracy(model, tokenizer, task, cold, temperature=0.0)
     for name in KEPT:
         row[name] = [None if step[name] is None else float(f"{step[name]:.4g}") for step in steps]
     if replay:
@@ -360,35 +388,99 @@ def run_all(arms, colds, seeds, jobs, path):
 
 
 def table(name, rows):
-    """Markdown: an arm a line, with the mean and every value."""
-    lines = ["| arm | right, mean | minus the panel's first | each run, cold start by cold start | right, probe "
-             "| reward over the run | clipped | std of log s | entropy, last | experts changed |", "|---" * 10 + "|"]
+    """Markdown: an arm a line, with the mean and every value; some columns only where measured."""
+    header = [
+        "arm",
+        "right, mean",
+        "minus the panel's first",
+        "each run, cold start by cold start",
+        "right, probe",
+        "reward over the run",
+        "clipped",
+        "std of log s",
+        "entropy, last",
+    ]
+    more = {
+        "experts changed": "experts_changed",
+        "sampled: greedy": "greedy",
+        "gradient norm": "grad_norm",
+    }
+    more = {title: key for title, key in more.items() if any(key in r for r in rows)}
+    header += more
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for panel, arms in EXPERIMENTS[name].items():
         first = None
         for label, spec in arms.items():
             own = sorted((r for r in rows if r["arm"] == spec), key=lambda r: r["seed"])
             first = first or own
-            if not own:
-                continue
-            values = "; ".join(" ".join(f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in spec)
-                                        for r in own if r["cold"] == cold) for cold in sorted({r["cold"] for r in own}))
-
-            probes = by_cold_start([r for r in own if "probe" in r], "probe").values()
-
-            def average(metric, form, start=0):
-                values = [x for r in own for x in r.get(metric, [])[start:] if x is not None]
-                return format(statistics.fmean(values), form) if values else "-"
-
-            lines.append("| " + " | ".join([
-                ": ".join(filter(None, (panel, label))), f"{mean_accuracy(own):.2f}",
-                difference(own, first), values, f"{statistics.fmean(probes):.3f}" if probes else "-",
-                average("reward", ".2f"), average("clip_fraction", ".1%"), average("log_ratio_std", ".1e"),
-                average("entropy", ".3f", -1), average("experts_changed", ".1%")]) + " |")
+            if own:
+                title = ": ".join(filter(None, (panel, label)))
+                cells = [
+                    title,
+                    *cells_of(own, first),
+                    *(last_cell(own, key) for key in more.values()),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
     starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows if "first" not in r["arm"]}
     if starts:
-        lines.append("\nBefore RL, right: " + ", ".join(f"{task} {cold} {right:.2f}"
-                                                       for (task, cold), right in sorted(starts.items())))
+        lines.append(
+            "\nBefore RL, right: "
+            + ", ".join(
+                f"{task} {cold} {right:.2f}" for (task, cold), right in sorted(starts.items())
+            )
+        )
+    cooler = {(r["arm"]["task"], r["cold"]): r["start_at"] for r in rows if "start_at" in r}
+    if cooler:
+        lines.append(
+            "\nBefore RL, right at temperature 0.6, 0.3 and greedily: "
+            + ", ".join(
+                f"{task} {cold} " + " ".join(f"{right[t]:.2f}" for t in ("0.6", "0.3", "0.0"))
+                for (task, cold), right in sorted(cooler.items())
+            )
+        )
     return "\n".join(lines) + "\n"
+
+
+def cells_of(own, first):
+    """What the table says of an arm's runs, after its name."""
+    each = []
+    for cold in sorted({r["cold"] for r in own}):
+        each.append(
+            " ".join(
+                f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in r["arm"])
+                for r in own
+                if r["cold"] == cold
+            )
+        )
+    probes = by_cold_start([r for r in own if "probe" in r], "probe").values()
+
+    def average(metric, form, start=0):
+        values = [x for r in own for x in r.get(metric, [])[start:] if x is not None]
+        return format(statistics.fmean(values), form) if values else "-"
+
+    return [
+        f"{mean_accuracy(own):.2f}",
+        difference(own, first),
+        "; ".join(each),
+        f"{statistics.fmean(probes):.3f}" if probes else "-",
+        average("reward", ".2f"),
+        average("clip_fraction", ".1%"),
+        average("log_ratio_std", ".1e"),
+        average("entropy", ".3f", -1),
+    ]
+
+
+def last_cell(own, key):
+    """A column that not all runs have: greedy answers run by run, gradient norms, or a mean."""
+    if key == "greedy":
+        measured = [r for r in own if "greedy" in r]
+        return ", ".join(f"{r['accuracy']:.2f}: {r['greedy']:.2f}" for r in measured) or "-"
+    values = [x for r in own for x in r.get(key, []) if x]
+    if not values:
+        return "-"
+    if key == "grad_norm":
+        return f"{min(values):.2g} to {max(values):.2g}, median {statistics.median(values):.2g}"
+    return f"{statistics.fmean(values):.1%}"
 
 
 def by_cold_start(rows, name="accuracy"):
@@ -404,8 +496,10 @@ def difference(rows, others):
     """Mean difference in accuracy over the cold starts that both have, and its 95% interval (Student's t)."""
     own, first = by_cold_start(rows), by_cold_start(others)
     d = [own[cold] - first[cold] for cold in sorted(own.keys() & first.keys())]
-    return (f"{statistics.fmean(d):+.2f} ± {STUDENT[len(d)] * statistics.stdev(d) / len(d) ** 0.5:.2f}"
-            if len(d) in STUDENT and rows != others else "-")
+    if len(d) not in STUDENT or rows == others:
+        return "-"
+    half = STUDENT[len(d)] * statistics.stdev(d) / len(d) ** 0.5
+    return f"{statistics.fmean(d):+.2f} ± {max(half, NARROWEST.get(len(d), 0)):.2f}"
 
 
 def draw(name, rows, path):
@@ -434,6 +528,97 @@ def draw(name, rows, path):
                  ylim=(len(arms) - 0.5, -0.5))
         axis.grid(axis="x", alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_factorial(rows, path):
+    """Three gates, in each the four weights a colour: a dot is a run, a bar the mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(EXPERIMENTS["factorial"].items())[:2]  # on short responses nothing differs
+    weights = ["s (GSPO's)", "1", "the token's ratio, at most 2", "the token's ratio (GRPO's)"]
+    gates = ["GSPO's gate", "GRPO's gate", "no gate"]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), sharey=True, layout="constrained")
+    for axis, (panel, arms) in zip(axes, panels, strict=True):
+        for i, spec in enumerate(arms.values()):
+            own = [r for r in rows if r["arm"] == spec]
+            y = i // 4 + 0.2 * (i % 4 - 1.5)
+            axis.plot(
+                [r["accuracy"] for r in own], [y] * len(own), "o", color=f"C{i % 4}", alpha=0.5
+            )
+            axis.plot([mean_accuracy(own)] * 2, [y - 0.09, y + 0.09], color="black", linewidth=2.5)
+        before = [r["start"] for r in rows if r["arm"] in arms.values()]
+        axis.axvspan(min(before), max(before), color="gray", alpha=0.3)
+        axis.annotate(
+            "before RL", (statistics.fmean(before), 1), rotation=90, ha="center", va="center"
+        )
+        axis.set(title=panel, xlabel="right answers after RL", xlim=(0, 1), ylim=(2.5, -0.5))
+        axis.set_yticks(range(3), gates)
+        axis.grid(axis="x", alpha=0.3)
+    dots = [plt.Line2D([], [], marker="o", linestyle="", color=f"C{i}") for i in range(4)]
+    figure.legend(
+        dots, [f"weight {weight}" for weight in weights], loc="outside lower center", ncols=4
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def of_the_long_task(rows):
+    """Runs of the long task and their entropy at the end, but those that diverged."""
+    return [(r, r["entropy"][-1]) for r in rows if r["arm"]["task"] == "long" and r.get("entropy")]
+
+
+def cooling(rows):
+    """A line for the table: Spearman's correlation of right answers and the last entropy."""
+    own = of_the_long_task(rows)
+    ranks = [
+        torch.tensor(values).argsort().argsort().double()
+        for values in ([r["accuracy"] for r, _ in own], [entropy for _, entropy in own])
+    ]
+    correlation = torch.corrcoef(torch.stack(ranks))[0, 1]
+    return (
+        f"\nOver all {len(own):,} runs of the long task, right answers and the entropy at the end: "
+        f"Spearman's correlation {correlation:.2f}\n"
+    )
+
+
+def draw_cooling(rows, path):
+    """Right answers over the entropy at the end, a dot a run of the long task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    kinds = {
+        "other arms": [],
+        "no gate, weight 1": [],
+        "GRPO, any range": [],
+        "GSPO, any range": [],
+    }
+    for r, entropy in of_the_long_task(rows):
+        kind = "other arms"
+        if {**r["arm"], "epochs": 4} == NO_GATE:
+            kind = "no gate, weight 1"
+        elif r["arm"].keys() == {"task", "algorithm", "eps", "epochs"}:
+            kind = f"{r['arm']['algorithm'].upper()}, any range"
+        kinds.get(kind, kinds["other arms"]).append((entropy, r["accuracy"]))
+    for (kind, points), colour in zip(
+        kinds.items(), ("lightgray", "black", "tab:orange", "tab:blue"), strict=True
+    ):
+        axis.plot(*zip(*points, strict=True), ".", color=colour, label=f"{kind}: {len(points)}")
+    axis.set(
+        xscale="log",
+        ylim=(0, 1),
+        xlabel="entropy of the last rollout's samples, nats a token",
+        ylabel="right answers after RL",
+        title="The long task: a dot is a run",
+    )
+    axis.legend(loc="lower left")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -501,6 +686,13 @@ def main():
         rows = run_all(arms, args.colds, args.seeds, args.jobs, args.results / "runs.jsonl")
         (args.results / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
         draw(name, rows, args.results / f"{name}.png")
+        if name == "factorial":
+            draw_factorial(rows, args.results / "factorial.png")
+        if name == "greedy":
+            every = read(args.results / "runs.jsonl")
+            with (args.results / "greedy.md").open("a", encoding="utf-8") as file:
+                file.write(cooling(every))
+            draw_cooling(every, args.results / "cooling.png")
         if name == "noise":
             draw_noise(rows, args.results / "noise_over_movement.png")
         print(table(name, rows))

@@ -52,6 +52,35 @@ def luspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=2e-3, eps_hig
     return gspo_loss(log_probs, old_log_probs, advantages * mask.sum(dim=1), mask, eps_low, eps_high, denominator)
 
 
+def gspo_200_loss(
+    log_probs, old_log_probs, advantages, mask, eps_low=2e-3, eps_high=2.5e-3, denominator=None
+):
+    """GSPO times 200, the long task's length. train_math clips gradients to norm 1: LUSPO's and
+    FSPO's all exceed it, GSPO's never. So this is GSPO as they are clipped; the next two are they
+    as GSPO is, unclipped."""
+    return gspo_loss(
+        log_probs, old_log_probs, 200 * advantages, mask, eps_low, eps_high, denominator
+    )
+
+
+def luspo_200_loss(
+    log_probs, old_log_probs, advantages, mask, eps_low=2e-3, eps_high=2.5e-3, denominator=None
+):
+    """LUSPO over 200."""
+    return luspo_loss(
+        log_probs, old_log_probs, advantages / 200, mask, eps_low, eps_high, denominator
+    )
+
+
+def fspo_200_loss(
+    log_probs, old_log_probs, advantages, mask, eps_low=0.03, eps_high=0.03, denominator=None
+):
+    """FSPO over 200."""
+    return fspo_loss(
+        log_probs, old_log_probs, advantages / 200, mask, eps_low, eps_high, denominator
+    )
+
+
 def dapo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.2, eps_high=0.28, denominator=None):
     """DAPO (2503.14476, Eq. 8): GRPO's objective, its mean taken over all tokens of the minibatch."""
     objective = _token_objective(log_probs, old_log_probs, advantages, mask, eps_low, eps_high)
