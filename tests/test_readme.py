@@ -12,7 +12,7 @@ import torch
 from gspo import group_advantages, gspo_loss
 
 TOP = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", *sorted(str(page.relative_to(TOP)) for page in TOP.glob("experiments/*.md"))]
+PAGES = ["README.md", "lesson/README.md", *sorted(str(page.relative_to(TOP)) for page in TOP.glob("experiments/*.md"))]
 
 
 def text_of(page):
@@ -73,5 +73,5 @@ class TestReadme:
 
     def test_pencil_rows_are_the_example_s(self):
         done = subprocess.run([sys.executable, TOP / "gspo.py"], capture_output=True, text=True)
-        table = re.search(r"```text\n(advantage .*?)```", text_of("README.md"), re.DOTALL)
+        table = re.search(r"```text\n(advantage .*?)```", text_of("lesson/README.md"), re.DOTALL)
         assert set(table[1].splitlines()) <= set(done.stdout.splitlines())

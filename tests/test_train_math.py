@@ -1153,6 +1153,7 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
         assert "no gradient" not in shown, "there was one"
         if times == 1:
             assert stop.value.code == 128 + number and "after step 3" in shown
+            assert (tmp_path / "a" / "model" / "model.safetensors").exists()
         else:
             assert "The same command goes on from the last save" in stop.value.code
         rows = torch.load(tmp_path / "a" / "state.pt")["rows"]
