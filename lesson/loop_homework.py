@@ -37,12 +37,12 @@ def statements(lines):
                  if isinstance(node, ast.FunctionDef)}
     remember, update = (next(i for i, line in enumerate(lines, 1) if line.startswith(start))
                         for start in ("    # 3 REMEMBER", "    # 4 UPDATE"))
-    end = next(i for i, line in enumerate(lines, 1) if line.startswith("    first = "))
     step = functions["train_step"]
+    end = max(node.lineno for node in step if isinstance(node, ast.For))
     return {"MicroBatch.__init__": functions["__init__"],
             "response_log_probs": functions["response_log_probs"][1:],
             "phase 3": [node for node in step if remember < node.lineno < update],
-            "phase 4": [node for node in step if update < node.lineno < end]}
+            "phase 4": [node for node in step if update < node.lineno <= end]}
 
 
 def assignment():

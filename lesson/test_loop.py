@@ -38,8 +38,7 @@ def fail(hint, *numbers):
 
 def check(got, expected, hint, tolerance=1e-5):
     """One shape, and each element within tolerance, or the test fails with the hint."""
-    got = torch.as_tensor(got).detach().double()
-    expected = torch.as_tensor(expected).detach().double()
+    got, expected = (torch.as_tensor(x).detach().double() for x in (got, expected))
     numbers = f"got      {got.tolist()}", f"expected {expected.tolist()}"
     close = got.shape == expected.shape and (got - expected).abs() <= tolerance
     if not torch.as_tensor(close).all():
@@ -92,13 +91,14 @@ def tiny_qwen():
         tie_word_embeddings=True)).eval()
 
 
-PROMPTS = [[2], [3, 3], [4, 4, 4], [5, 5, 5, 5]]
-RESPONSES = [[2, 3, END], [4, END], [5, 5, 0, END], [END], [0, END], [3, 4, END], [2, END],
-             [5, 0, 3, END], [4, 4, END], [END], [0, 2, 5, END], [3, END], [5, END], [2, 0, END],
-             [END], [4, 3, 3, END]]  # four to each prompt
-ADVANTAGES = torch.tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5,
-                           -0.5, -0.5, 0.5, 0.5, 0.25, 0.25, 0.25, -0.75])
-ROWS = [[0, 1, 2], [3, 4, 5], [6, 7]], [[8, 9, 10], [11, 12, 13], [14, 15]]  # of micro-batches
+def tokens(words):
+    """ "23. 4." is [[2, 3, END], [4, END]]."""
+    return [[END if letter == "." else int(letter) for letter in word] for word in words.split()]
+
+
+PROMPTS = tokens("2 33 444 5555")
+RESPONSES = tokens("23. 4. 550. . 0. 34. 2. 503. 44. . 025. 3. 5. 20. . 433.")  # four to each
+ADVANTAGES = torch.tensor([3, -1, -1, -1, 2, 2, -2, -2]).repeat(2) / 4
 TOKENS = torch.tensor([(response + [0, 0, 0])[:4] for response in RESPONSES])
 MASK = torch.arange(4) < torch.tensor([[len(response)] for response in RESPONSES])
 TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the weight of each word, whatever stands before
@@ -135,11 +135,11 @@ class Update:
         """Minibatches of eight responses, in micro-batches of up to three; A = 0 is left out."""
         self.prompts = prompts
         self.built = []
-        for minibatch in ROWS:
-            parts = [[i for i in part if advantages[i] != 0] for part in minibatch]
-            self.built.append([
-                SimpleNamespace(rows=part, tokens=TOKENS[part], mask=MASK[part],
-                                advantages=advantages[part]) for part in parts if part])
+        for minibatch in torch.arange(16).split(8):
+            self.built.append([])
+            for rows in minibatch[advantages[minibatch] != 0].split(3):
+                self.built[-1].append(SimpleNamespace(
+                    rows=rows, tokens=TOKENS[rows], mask=MASK[rows], advantages=advantages[rows]))
         return [minibatch for minibatch in self.built if minibatch]
 
     def log_probs(self, model, batch, temperature):
@@ -172,15 +172,15 @@ class Update:
 
 
 class TestMicroBatch:
-    PROMPTS = [[2, 2], [3], [4, 4, 4, 4]]
-    ANSWERS = [[5, 0, END], [5, 5, 5], [END]]  # the second was cut: it has no end token
+    PROMPTS = tokens("22 3 4444")
+    ANSWERS = tokens("50. 555 .")  # the second was cut: it has no end token
 
     def made(self, rows, advantages=None):
         return loop.MicroBatch(self.PROMPTS, self.ANSWERS, rows, "cpu", advantages)
 
     def test_mask_is_1_on_the_response_as_predicted_a_column_earlier(self):
         mask = self.made([0, 1, 2]).mask
-        expected = [[0, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 1]]
+        expected = tokens("0111 1110 0001")
         check(mask, expected, "mask (b, L - 1) is about ids[:, 1:]: 1 on response tokens alone")
 
     def test_mask_keeps_the_end_token_where_it_is_the_pad_token(self):
@@ -190,15 +190,16 @@ class TestMicroBatch:
 
     def test_ids_and_advantages_are_of_the_rows_asked_for_in_this_order(self):
         batch = self.made([1, 0], torch.tensor([0.5, -1.0, 2.0]))
-        check(batch.ids[0, :4], [3, 5, 5, 5], "ids: prompt, then response, padded on the right")
-        check(batch.ids[1], [2, 2, 5, 0, END], "ids: prompt, then response, of the rows asked for")
+        first, second = tokens("3555 2250.")
+        check(batch.ids[0, :4], first, "ids: prompt, then response, padded on the right")
+        check(batch.ids[1], second, "ids: prompt, then response, of the rows asked for")
         check(batch.advantages, [-1.0, 0.5], "advantages[rows]: each response keeps its own")
 
 
 class TestResponseLogProbs:
     BATCH = SimpleNamespace(
-        ids=torch.tensor([[2, 2, 5, 0, END], [3, 5, 4, END, END], [4, 4, 4, 4, END]]),
-        mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 1]]).bool())
+        ids=torch.tensor(tokens("2250. 354.. 4444.")),
+        mask=torch.tensor(tokens("0111 1110 0001")).bool())
 
     def token_by_token(self, model, batch, temperature):
         """Each response token from a forward of its own, over what stands before it."""
