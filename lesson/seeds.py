@@ -77,8 +77,9 @@ def draw(runs, path):
                     for step in range(1, len(rows))]
             axis.plot(range(1, len(rows)), mean, color=color, linewidth=2.5, label=name)
     for axis, title in zip(axes, panels.values()):
-        axis.set(title=title, xlabel="rollout", ylim=(0, None))
+        axis.set(title=title, xlabel="rollout", xticks=range(2, 17, 2))
         axis.grid(alpha=0.3)
+    axes[1].set_yscale("log")
     axes[0].legend()
     figure.savefig(path, dpi=110)
 

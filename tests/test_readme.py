@@ -12,7 +12,8 @@ import torch
 from gspo import group_advantages, gspo_loss
 
 TOP = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "lesson/README.md", *sorted(str(page.relative_to(TOP)) for page in TOP.glob("experiments/*.md"))]
+LAB = sorted(str(page.relative_to(TOP)) for page in TOP.glob("experiments/*.md"))
+PAGES = ["README.md", "lesson/README.md", *LAB]
 
 
 def text_of(page):
