@@ -25,7 +25,7 @@ from experiments.plot import read  # noqa: E402
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
-    "--prompts_per_step=16", "--learning_rate=1e-6", "--max_steps=12", "--save_steps=6",
+    "--prompts_per_step=16", "--learning_rate=1.5e-6", "--max_steps=10", "--save_steps=5",
     "--eval_size=0", "--rollout_rows=2048"]  # all 256 questions at once
 GSPO_RANGE = ["--eps_low=3e-3", "--eps_high=4e-3"]  # ten times the paper's: responses are short
 TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy
@@ -83,71 +83,66 @@ def ask(path, model, held_out, cfg):
 # ---- table and picture ---------------------------------------------------------------------------
 
 
-def paired(before, after):
+def share(rows):
+    """(share of right answers, the ends of its 95% interval)"""
+    right = sum(row["right"] for row in rows)
+    return right / len(rows), *train_math.wilson(right, len(rows))
+
+
+def gain(before, after):
     """The difference of two shares of right answers to the same questions, its 95% interval, and
     McNemar's exact p: of the questions that changed, were as many won as lost?"""
     n = len(before)
-    won = sum(new > old for old, new in zip(before, after))
-    lost = sum(new < old for old, new in zip(before, after))
-    gain = (won - lost) / n
-    half = 1.96 * math.sqrt(won + lost - (won - lost) ** 2 / n) / n
+    won = sum(new["right"] > old["right"] for old, new in zip(before, after))
+    lost = sum(new["right"] < old["right"] for old, new in zip(before, after))
+    mean = (won - lost) / n
+    half = 1.96 * math.sqrt(won + lost - n * mean**2) / n
     tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
     p = min(1, 2 * tail / 2 ** (won + lost))
-    return f"{gain:+.1%} (95%: {gain - half:+.1%} to {gain + half:+.1%}), p = {p:.2g}"
+    return f"{mean:+.1%} (95%: {mean - half:+.1%} to {mean + half:+.1%}), p = {p:.2g}"
 
 
-def table(answers, steps):
-    """Markdown. answers: {(when, temperature): rows}; steps: the rollouts' rows of metrics."""
+def table(answers, steps, best):
+    """Markdown: each of the answers, {(when, temperature): rows}, and after minus before."""
     lines = [
-        "| model | temperature | right, by the last number (95%) | by 1 digit | by 2 digits "
-        "| names a result | tokens |",
-        "|---|---|---|---|---|---|---|"]
+        "model | temperature | right, by the last number (95%) | times 1 digit | times 2 digits | "
+        "names a result | tokens",
+        "---|---|---|---|---|---|---"]
     for (when, temperature), rows in answers.items():
-        n = len(rows)
-        hits = sum(row["right"] for row in rows)
-        low, high = train_math.wilson(hits, n)
-        cells = [when, temperature or "greedy", f"{hits / n:.1%} ({low:.1%} to {high:.1%})"]
+        cells = [when, temperature or "greedy", "{:.1%} ({:.1%} to {:.1%})".format(*share(rows))]
         for digits in 1, 2:
-            kind = [row["right"] for row in rows if len(row["factors"][0]) == digits]
-            cells.append(f"{sum(kind):.0f} of {len(kind)}")
-        cells.append(f"{sum(row['result'] for row in rows) / n:.0%}")
-        cells.append(f"{sum(row['tokens'] for row in rows) / n:.0f}")
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+            kind = [row for row in rows if len(row["factors"][0]) == digits]
+            cells.append(f"{share(kind)[0]:.1%}")
+        for name in "result", "tokens":
+            cells.append(f"{sum(row[name] for row in rows) / len(rows):.3g}")
+        lines.append(" | ".join(map(str, cells)))
     lines.append("")
-    right = {key: [row["right"] for row in rows] for key, rows in answers.items()}
-    best = max((key for key in right if key[0] == "before"), key=lambda key: sum(right[key]))
-    for key in right:
-        if key[0] == "after":
-            for other in dict.fromkeys([("before", key[1]), best]):
-                gain = paired(right[other], right[key])
-                lines.append(f"- after at {key[1]} minus before at {other[1]}: {gain}")
+    for when, temperature in answers:
+        if when == "after":
+            for other in dict.fromkeys([temperature, best]):
+                change = gain(answers["before", other], answers[when, temperature])
+                lines.append(f"- after at {temperature} minus before at {other}: {change}")
     minutes = sum(row["seconds"] for row in steps) / 60
-    lines.append(f"\n{len(steps)} rollouts, {minutes:.0f} minutes.")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + f"\n\n{len(steps)} rollouts, {minutes:.0f} minutes.\n"
 
 
-def draw(answers, steps, path):
-    """Right responses in each rollout; held out, before and after, greedy and sampled."""
+def draw(answers, steps, best, path):
+    """Right samples in training, and right answers to held-out questions before and after."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     axis.plot([row["step"] for row in steps], [row["reward"] for row in steps], ".-", color="gray",
-              label="samples, in training")
+              label="samples in training")
     for color, temperature, name in (("C0", 0.0, "greedy"), ("C1", 1.0, "sampled")):
-        x, y, below, above = [], [], [], []
         for when, step in (("before", 0), ("after", len(steps))):
-            rows = answers.get((when, temperature))
-            if rows:
-                hits = sum(row["right"] for row in rows)
-                low, high = train_math.wilson(hits, len(rows))
-                x.append(step)
-                y.append(hits / len(rows))
-                below.append(y[-1] - low)
-                above.append(high - y[-1])
-        axis.errorbar(x, y, [below, above], fmt="s", color=color, capsize=4,
-                      label=f"held out, {name}")
+            if (when, temperature) in answers:
+                y, low, high = share(answers[when, temperature])
+                axis.errorbar(step, y, [[y - low], [high - y]], fmt="s", color=color, capsize=4,
+                              label=f"held out, {name}" if step == 0 else None)
+    axis.axhline(share(answers["before", best])[0], color="C0", linestyle="--",
+                 label=f"untrained at its best, {best or 'greedy'}")
     axis.set(xlabel="rollout", title="right, by the last number (95%)", ylim=(0, 1))
     axis.grid(alpha=0.3)
     axis.legend()
@@ -160,11 +155,12 @@ def show(folder):
     for when in TEMPERATURES:
         for row in read(folder / f"{when}.jsonl"):
             answers.setdefault((when, row["temperature"]), []).append(row)
+    best = max(TEMPERATURES["before"], key=lambda x: share(answers["before", x]))
     steps = read(folder / "training" / "metrics.jsonl")[1:]
-    text = table(answers, steps)
+    text = table(answers, steps, best)
     (folder / "table.md").write_text(text, encoding="utf-8")
     print(text)
-    draw(answers, steps, folder / "sums.png")
+    draw(answers, steps, best, folder / "sums.png")
 
 
 # ---- the command line ----------------------------------------------------------------------------
