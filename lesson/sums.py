@@ -93,8 +93,9 @@ def gain(before, after):
     """The difference of two shares of right answers to the same questions, its 95% interval, and
     McNemar's exact p: of the questions that changed, were as many won as lost?"""
     n = len(before)
-    won = sum(new["right"] > old["right"] for old, new in zip(before, after))
-    lost = sum(new["right"] < old["right"] for old, new in zip(before, after))
+    pairs = [(old["right"], new["right"]) for old, new in zip(before, after)]
+    won = pairs.count((0, 1))
+    lost = pairs.count((1, 0))
     mean = (won - lost) / n
     half = 1.96 * math.sqrt(won + lost - n * mean**2) / n
     tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
@@ -135,12 +136,14 @@ def draw(answers, steps, best, path):
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     axis.plot([row["step"] for row in steps], [row["reward"] for row in steps], ".-", color="gray",
               label="samples in training")
-    for color, temperature, name in (("C0", 0.0, "greedy"), ("C1", 1.0, "sampled")):
-        for when, step in (("before", 0), ("after", len(steps))):
+    for temperature, color, name in (0.0, "C0", "greedy"), (1.0, "C1", "sampled"):
+        label = f"held out, {name}"
+        for when, step in ("before", 0), ("after", len(steps)):
             if (when, temperature) in answers:
                 y, low, high = share(answers[when, temperature])
-                axis.errorbar(step, y, [[y - low], [high - y]], fmt="s", color=color, capsize=4,
-                              label=f"held out, {name}" if step == 0 else None)
+                axis.errorbar(step + temperature / 5, y, [[y - low], [high - y]], fmt="s",
+                              color=color, capsize=4, label=label)
+                label = None  # once is enough
     axis.axhline(share(answers["before", best])[0], color="C0", linestyle="--",
                  label=f"untrained at its best, {best or 'greedy'}")
     axis.set(xlabel="rollout", title="right, by the last number (95%)", ylim=(0, 1))
