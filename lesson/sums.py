@@ -25,8 +25,8 @@ from experiments.plot import read  # noqa: E402
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
-    "--prompts_per_step=16", "--learning_rate=1.5e-6", "--max_steps=10", "--save_steps=5",
-    "--eval_size=0", "--rollout_rows=2048"]  # all 256 questions at once
+    "--prompts_per_step=16", "--group_size=4", "--learning_rate=1.5e-6", "--max_steps=10",
+    "--save_steps=5", "--eval_size=0", "--rollout_rows=1024"]  # all 256 questions at once
 GSPO_RANGE = ["--eps_low=3e-3", "--eps_high=4e-3"]  # ten times the paper's: responses are short
 TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy
 
