@@ -113,6 +113,7 @@ def test_a_run_is_taken_up_and_nothing_is_done_twice(tmp_path, monkeypatch, caps
     assert len(asked) == 10 and len(trained) == 1
     assert trained[0].eps_low == 3e-3 and trained[0].max_steps == 1
     assert trained[0].dataset == str(tmp_path / "data")
+    assert trained[0].output_dir == str(tmp_path / "training")
     assert len((tmp_path / "before.jsonl").read_text().splitlines()) == 4 * 256
 
 
