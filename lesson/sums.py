@@ -156,14 +156,17 @@ def show(folder):
     """table.md and sums.png, from before.jsonl, after.jsonl and training/metrics.jsonl."""
     answers = {}
     for when in TEMPERATURES:
-        for row in read(folder / f"{when}.jsonl"):
-            answers.setdefault((when, row["temperature"]), []).append(row)
+        rows = read(folder / f"{when}.jsonl")
+        for temperature in TEMPERATURES[when]:
+            found = [row for row in rows if row["temperature"] == temperature]
+            if found:
+                answers[when, temperature] = found
     best = max(TEMPERATURES["before"], key=lambda x: share(answers["before", x]))
     steps = read(folder / "training" / "metrics.jsonl")[1:]
     text = table(answers, steps, best)
     (folder / "table.md").write_text(text, encoding="utf-8")
-    print(text)
     draw(answers, steps, best, folder / "sums.png")
+    print(text)
 
 
 # ---- the command line ----------------------------------------------------------------------------
