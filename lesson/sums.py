@@ -148,7 +148,7 @@ def draw(answers, steps, best, path):
                  label=f"untrained at its best, {best or 'greedy'}")
     axis.set(xlabel="rollout", title="right, by the last number (95%)", ylim=(0, 1))
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(loc="lower right")
     figure.savefig(path, dpi=110)
 
 
