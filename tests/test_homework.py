@@ -47,6 +47,12 @@ class TestHandOut:
         text = (folder / "train_math.py").read_text(encoding="utf-8")
         assert re.findall(r'raise NotImplementedError\("(.*) is still to be written"\)', text) == [
             "MicroBatch.__init__", "response_log_probs", "phase 3", "phase 4"]
+        functions = {node.name: node for node in ast.walk(ast.parse(text))
+                     if isinstance(node, ast.FunctionDef)}
+        assert len(functions["__init__"].body) == 1
+        assert len(functions["response_log_probs"].body) == 2  # the docstring, too
+        step = functions["train_step"].body
+        assert not any(isinstance(node, (ast.For, ast.With)) for node in step)
 
     def test_differs_in_the_blanks_alone(self, folder):
         """All other lines are train_math.py's, in their order; docstrings among them."""
