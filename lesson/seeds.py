@@ -35,7 +35,7 @@ RANGES = (0.05, 0.1, 0.2, 0.4)  # GRPO's lower; the upper is 4/3 of it
 
 def run(name, flags, world, seed):
     """The rows of a run, and its model's sampled accuracy on the held-out questions."""
-    output = Path("runs/seeds", f"{name.replace(' ', '_')}-{world}-{seed}")
+    output = Path("runs/seeds", f"{name.replace(',', '').replace(' ', '_')}-{world}-{seed}")
     kept = RESULTS / f"{output.name}.jsonl"
     if not kept.exists():
         tiny.main(["--world", str(world), "--seed", str(seed), "--output_dir", str(output), *flags])
@@ -54,12 +54,12 @@ def table(runs):
     """A line for each world and seed: before, and after with each arm, greedy / sampled."""
     start = "the start, greedy / sampled / at its best temperature"
     lines = [f"| world, seed | {start} | {' | '.join(runs)} |", "|---|---|" + "---|" * len(runs)]
-    for world, seed in PLACES:
+    for world, seed in next(iter(runs.values())):
         start = json.loads((tiny.world(world) / "start.json").read_text())
         cells = [f"{start['0.0']:.2f} / {start['1.0']:.2f} / {max(start.values()):.2f}"]
         for by_place in runs.values():
-            last = by_place.get((world, seed), [{}])[-1]
-            cells.append(f"{last['eval_reward']:.2f} / {last['sampled']:.2f}" if last else "")
+            last = by_place[world, seed][-1]
+            cells.append(f"{last['eval_reward']:.2f} / {last['sampled']:.2f}")
         lines.append(f"| {world}, {seed} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -100,7 +100,8 @@ def main():
         name += ", one epoch"
         more[name] = {place: run(name, [*ONE_EPOCH, *flags], *place) for place in PLACES[:3]}
     more["one update"] = {place: run("one update", ONE_UPDATE, *place) for place in PLACES[:3]}
-    chosen = f"GRPO's lower ranges on world 0, seed 100, sampled: {tried}"
+    sampled = ", ".join(f"{low}: {share:.2f}" for low, share in tried.items())
+    chosen = f"GRPO's lower ranges on world 0, seed 100, sampled: {sampled}"
     text = "\n".join([table(runs), table(more), chosen, ""])
     (RESULTS / "table.md").write_text(text)
     draw(runs, RESULTS / "seeds.png")
