@@ -1,10 +1,15 @@
 """lesson/sums.py: its questions, its reward, its arithmetic, and that nothing is done twice."""
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 
+from experiments import sums_given
 from lesson import sums
+
+LOGS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "sums" / "gspo_0"
 
 
 class TestQuestions:
@@ -27,17 +32,23 @@ class TestQuestions:
 
 
 @pytest.mark.parametrize("text, reward", [
-    ("3 * 17 = 51", 1.0), ("51", 1.0), ("3 * 17 = 51.0 books.", 1.0), ("51 = 3 * 17", 0.0),
-    ("3 * 17 = 52", 0.0), ("3 boxes of 17", 0.0), ("", 0.0)])
+    ("3 * 17 = 51", 1.0),
+    ("51", 1.0),
+    ("3 * 17 = 51.0 books.", 1.0),
+    ("51 = 3 * 17", 0.0),
+    ("3 * 17 = 52", 0.0),
+    ("3 boxes of 17", 0.0),
+    ("", 0.0)])
 def test_the_last_number_alone_is_paid(text, reward):
     assert sums.last_number_reward(None, [text], ["51"], factors=[["3", "17"]]) == [reward]
 
 
 class TestGain:
     def gain(self, won, lost, n):
-        before = [0.0] * won + [1.0] * lost + [1.0] * (n - won - lost)
-        after = [1.0] * won + [0.0] * lost + [1.0] * (n - won - lost)
-        return sums.gain([{"right": x} for x in before], [{"right": x} for x in after])
+        right = [{"right": 1.0}]
+        wrong = [{"right": 0.0}]
+        same = right * (n - won - lost)
+        return sums.gain(wrong * won + right * lost + same, right * won + wrong * lost + same)
 
     def test_counts_what_changed(self):
         # 9 won, 1 lost: p = 2 (1 + 10) / 2^10; variance of the difference (10 / 100 - .08^2) / 100
@@ -53,17 +64,26 @@ class TestGain:
         assert self.gain(0, 0, 10) == "+0.0% (95%: +0.0% to +0.0%), p = 1"
 
 
+def write(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+STEPS = [{"step": 0}, {"step": 1, "reward": 0.5, "seconds": 90}]
+
+
 def logs(folder, before, after):
     """A run's logs; before and after: {temperature: the share of 4 held-out answers right}."""
-    (folder / "training").mkdir()
+    write(folder / "training" / "metrics.jsonl", STEPS)
     for when, shares in (("before", before), ("after", after)):
-        rows = [{"temperature": temperature, "factors": [["3", "12"][i % 2], "17"], "tokens": 9,
-                 "right": float(i < 4 * share), "result": True}
-                for temperature, share in shares.items() for i in range(4)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{when}.jsonl").write_text(text)
-    steps = [{"step": 0}, {"step": 1, "reward": 0.5, "seconds": 90}]
-    (folder / "training" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in steps))
+        rows = []
+        for temperature, share in shares.items():
+            for i in range(4):
+                row = {"temperature": temperature, "tokens": 9, "result": True}
+                row["factors"] = [["3", "12"][i % 2], "17"]
+                row["right"] = float(i < 4 * share)
+                rows.append(row)
+        write(folder / f"{when}.jsonl", rows)
 
 
 def test_the_untrained_model_is_taken_at_its_best_temperature(tmp_path, capsys):
@@ -75,7 +95,8 @@ def test_the_untrained_model_is_taken_at_its_best_temperature(tmp_path, capsys):
     assert "after at 0.0 minus before at 0.3: +25.0%" in text
     assert "after at 1.0 minus before at 1.0: +50.0%" in text
     assert "after at 1.0 minus before at 0.3: +0.0%" in text
-    assert "after | greedy | 75.0%" in text and "1 rollouts, 2 minutes" in text
+    assert "after | greedy | 75.0%" in text
+    assert "1 rollouts, 2 minutes" in text
     assert (tmp_path / "sums.png").stat().st_size > 5000
 
 
@@ -95,10 +116,7 @@ def test_a_run_is_taken_up_and_nothing_is_done_twice(tmp_path, monkeypatch, caps
 
     def train(argv, reward):
         trained.append(sums.train_math.parse_settings(argv))
-        folder = tmp_path / "training"
-        folder.mkdir()
-        steps = [{"step": 0}, {"step": 1, "reward": 0.5, "seconds": 90}]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in steps))
+        write(tmp_path / "training" / "metrics.jsonl", STEPS)
 
     monkeypatch.setattr(sums.train_math, "load", load)
     monkeypatch.setattr(sums.train_math, "sample", sample)
@@ -107,11 +125,13 @@ def test_a_run_is_taken_up_and_nothing_is_done_twice(tmp_path, monkeypatch, caps
     with pytest.raises(KeyboardInterrupt):
         sums.main(flags)
     sums.main(flags)
-    assert asked == ["M", 0.0, 0.3, 0.6, "M", 0.6, 1.0, str(tmp_path / "training" / "model"),
-                     0.0, 1.0]
+    trained_model = str(tmp_path / "training" / "model")
+    assert asked == ["M", 0.0, 0.3, 0.6, "M", 0.6, 1.0, trained_model, 0.0, 1.0]
     sums.main(flags)
-    assert len(asked) == 10 and len(trained) == 1
-    assert trained[0].eps_low == 3e-3 and trained[0].max_steps == 1
+    assert len(asked) == 10
+    assert len(trained) == 1
+    assert trained[0].eps_low == 3e-3
+    assert trained[0].max_steps == 1
     assert trained[0].dataset == str(tmp_path / "data")
     assert trained[0].output_dir == str(tmp_path / "training")
     assert len((tmp_path / "before.jsonl").read_text().splitlines()) == 4 * 256
@@ -124,3 +144,18 @@ def test_grpo_keeps_its_own_range(tmp_path, monkeypatch):
     monkeypatch.setattr(sums, "show", lambda folder: None)
     sums.main(["--output_dir", str(tmp_path), "--algorithm", "grpo"])
     assert seen[0].eps_low == 0.2
+
+
+def test_the_logs_that_are_kept_give_the_figures_that_are_told(tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(LOGS, tmp_path / "run")
+    (run / "table.md").unlink()
+    sums.main(["--show", str(run)])
+    assert (run / "table.md").read_text() == (LOGS / "table.md").read_text()
+    monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "not asked again"])
+    sums_given.main()
+    page = (LOGS.parent / "README.md").read_text()
+    said = capsys.readouterr().out
+    for figure in "69.5% (63.6% to 74.8%)", "+9.8% (95%: +6.1% to", "+8.6% (95%: +3.5% to":
+        assert figure in said
+    for figure in "69.5% (63.6% to 74.8%)", "+9.8 points (+6.1 to", "+8.6 (+3.5 to":
+        assert figure in page
