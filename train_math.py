@@ -568,9 +568,8 @@ def load_state(cfg, questions):
     changed = [name for name in saved if name not in MAY_CHANGE and saved[name] != now[name]]
     if changed:
         raise ValueError(f"the run in it has another {', '.join(changed)}: choose another folder")
-    if cfg.max_steps != saved["max_steps"]:
-        tqdm.write(f"note: the run began with --max_steps {saved['max_steps']}: the learning rate "
-                   "falls to a tenth at max_steps, and jumps where it goes on")
+    tqdm.write(f"going on after step {state['rows'][-1]['step']} of {cfg.max_steps}, begun with "
+               f"--max_steps {saved['max_steps']}: where these differ, the learning rate jumps")
     return state
 
 

@@ -1189,7 +1189,7 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
             str(data),
         ]
         rows = run(command, folder, *flags)
-        assert "note: the run began with --max_steps 6: " in capsys.readouterr().out
+        assert "begun with --max_steps 6: where these differ" in capsys.readouterr().out
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
