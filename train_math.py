@@ -408,7 +408,8 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, reward=correct
         optimizer.step()
         optimizer.zero_grad()
     if not all(p.isfinite().all() for p in model.parameters()):  # as after a loss that was not
-        raise FloatingPointError(f"step {step}: loss or weights not finite: lower --learning_rate")
+        raise FloatingPointError(f"step {step}: loss or weights not finite: lower --learning_rate "
+                                 "in a new --output_dir")
     first = len(minibatches[0]) if minibatches else 0  # micro-batches before any optimizer step
     return {"step": step, "reward": rewards.mean().item(),
             **metrics(responses, advantages, sampled_log_probs, seen, grad_norms, first, cfg),
@@ -491,8 +492,8 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, reward=corr
     rows = []
     if state:
         rows = state["rows"]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        model.load_state_dict(state.pop("model"))
+        optimizer.load_state_dict(state.pop("optimizer"))
     done = max(0, len(rows) - 1)
     stream = itertools.islice(shuffled(questions, cfg.seed), done * cfg.prompts_per_step, None)
     for step in tqdm(range(len(rows), cfg.max_steps + 1), cfg.algorithm):
@@ -506,10 +507,10 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, reward=corr
             row |= evaluate(model, tokenizer, held_out, cfg, reward)
         rows.append(row)
         if cfg.output_dir:
-            report(rows, cfg)
             if due or stopped:
                 save({"rows": rows, "model": model.state_dict(),
                       "optimizer": optimizer.state_dict()}, cfg)
+            report(rows, cfg)
         if stopped:
             break
     if cfg.output_dir:
@@ -568,8 +569,8 @@ def load_state(cfg, questions):
     changed = [name for name in saved if name not in MAY_CHANGE and saved[name] != now[name]]
     if changed:
         raise ValueError(f"the run in it has another {', '.join(changed)}: choose another folder")
-    tqdm.write(f"going on after step {state['rows'][-1]['step']} of {cfg.max_steps}, begun with "
-               f"--max_steps {saved['max_steps']}: where these differ, the learning rate jumps")
+    tqdm.write(f"going on, begun with --max_steps {saved['max_steps']} (another: the rate jumps)")
+    report(state["rows"], cfg)
     return state
 
 
@@ -596,7 +597,7 @@ def main(argv=None, reward=correctness_reward):
     with blame(f"--output_dir {cfg.output_dir}"):
         os.makedirs(cfg.output_dir, exist_ok=True)
         found = set(os.listdir(cfg.output_dir))
-        if "state.pt" not in found and found - {"lock", "partial", "metrics.jsonl"}:
+        if "state.pt" not in found and found - {"lock", "partial"}:
             raise ValueError("not empty, and no run to go on with: choose another")
         lock = FileLock(Path(cfg.output_dir, "lock"))
         lock.acquire(timeout=0)  # a second process is refused
@@ -611,8 +612,8 @@ def main(argv=None, reward=correctness_reward):
     try:
         rows = train(cfg, *prepare(cfg, reward), stopped)
     except (KeyboardInterrupt, FloatingPointError, torch.OutOfMemoryError) as error:
-        sys.exit(f"train_math.py: {error!r}. Out of memory? Lower --micro_batch_tokens or "
-                 "--rollout_rows. The same command goes on from the last save")
+        sys.exit(f"train_math.py: {error!r}. What was saved is good. Out of memory? The same "
+                 "command goes on with lower --micro_batch_tokens or --rollout_rows")
     finally:
         lock.release()
         for number, handler in handlers.items():

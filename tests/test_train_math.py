@@ -1155,7 +1155,7 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
             assert stop.value.code == 128 + number and "after step 3" in shown
             assert (tmp_path / "a" / "model" / "model.safetensors").exists()
         else:
-            assert "The same command goes on from the last save" in stop.value.code
+            assert "What was saved is good" in stop.value.code
         rows = torch.load(tmp_path / "a" / "state.pt")["rows"]
         assert len(rows) == (4 if times == 1 else 3)
         run(command, tmp_path / "a")
@@ -1189,7 +1189,7 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
             str(data),
         ]
         rows = run(command, folder, *flags)
-        assert "begun with --max_steps 6: where these differ" in capsys.readouterr().out
+        assert "begun with --max_steps 6 (another: the rate jumps)" in capsys.readouterr().out
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
