@@ -6,6 +6,7 @@
 About half a minute a run on an idle core; runs are kept in runs/bugs/, and not made twice. Do not
 read on before find_the_bug.md is solved: here are the bugs.
 """
+import argparse
 import contextlib
 import json
 import math
@@ -207,8 +208,11 @@ def table():
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--all", action="store_true", help="twelve bugs: results/bugs.md")
+    args = parser.parse_args()
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
-    if "--all" in sys.argv[1:]:
+    if args.all:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(CAPTION + table())
         print(TABLE.read_text(), end="")

@@ -2,8 +2,8 @@
 
     python lesson/seeds.py      three quarters of an hour on an idle core; what was cut off goes on
 
-Writes lesson/results/: each run's metrics.jsonl, table.md, and seeds.png. GRPO's range is the best
-of four on world 0, seed 100, which is in no other figure.
+Writes lesson/results/: each run's metrics.jsonl, table.md, and seeds.png; a log that is there is
+not made again. GRPO's range is the best of four on world 0, seed 100, which is in no other figure.
 """
 import json
 import math
@@ -42,6 +42,7 @@ def run(name, flags, world, seed):
         model, tokenizer = train_math.load(output / "model", "cpu")
         rows = read(output / "metrics.jsonl")
         rows[-1]["sampled"] = tiny.right(model, tokenizer, tiny.questions()[1], 1.0)
+        rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
         for row in rows:
             row.pop("eval_samples", None)
         RESULTS.mkdir(exist_ok=True)
@@ -54,8 +55,9 @@ def table(runs):
     """A line for each world and seed: before, and after with each arm, greedy / sampled."""
     start = "the start, greedy / sampled / at its best temperature"
     lines = [f"| world, seed | {start} | {' | '.join(runs)} |", "|---|---|" + "---|" * len(runs)]
-    for world, seed in next(iter(runs.values())):
-        start = json.loads((tiny.world(world) / "start.json").read_text())
+    first = next(iter(runs.values()))
+    for (world, seed), rows in first.items():
+        start = rows[0]["start"]
         cells = [f"{start['0.0']:.2f} / {start['1.0']:.2f} / {max(start.values()):.2f}"]
         for by_place in runs.values():
             last = by_place[world, seed][-1]
@@ -91,12 +93,13 @@ def main():
         flags = [*ARMS["GRPO"], "--eps_low", str(low), "--eps_high", f"{low * 4 / 3:.3g}"]
         tried[low] = run(f"GRPO {low}", flags, 0, 100)[-1]["sampled"]
     best = max(tried, key=tried.get)
-    ARMS["GRPO"] += ["--eps_low", str(best), "--eps_high", f"{best * 4 / 3:.3g}"]
+    best_range = ["--eps_low", str(best), "--eps_high", f"{best * 4 / 3:.3g}"]
+    arms = ARMS | {"GRPO": ARMS["GRPO"] + best_range}
     runs = {}
-    for name, flags in ARMS.items():
+    for name, flags in arms.items():
         runs[name] = {place: run(name, flags, *place) for place in PLACES}
     more = {}
-    for name, flags in ARMS.items():
+    for name, flags in arms.items():
         name += ", one epoch"
         more[name] = {place: run(name, [*ONE_EPOCH, *flags], *place) for place in PLACES[:3]}
     more["one update"] = {place: run("one update", ONE_UPDATE, *place) for place in PLACES[:3]}
