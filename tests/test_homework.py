@@ -100,17 +100,21 @@ class TestGrade:
         assert list(got) == BLANKS
         assert all(passed == of > 0 and not hint for passed, of, hint in got.values())
 
-    @pytest.mark.parametrize("blank, right, wrong, hint", [
-        ("MicroBatch", "arange(1, len(x)) >=", "arange(1, len(x)) >", "response tokens"),
-        ("Phase3Remember", "value = loss(log_probs, batch.old_log_probs,",
-         "value = loss(log_probs, log_probs.detach(),", "taken once"),
-        ("Phase4Update", "        optimizer.zero_grad()\n", "", "zero_grad"),
-    ])
-    def test_of_a_mistake_is_less_in_its_blank_alone(self, folder, blank, right, wrong, hint):
-        assert SOURCE.count(right) == 1
-        got = grade(folder, SOURCE.replace(right, wrong), "wrong.py")
+    def test_of_three_mistakes_is_less_in_their_three_blanks(self, folder):
+        mistakes = {
+            "MicroBatch": ("arange(1, len(x)) >=", "arange(1, len(x)) >", "response tokens"),
+            "Phase3Remember": ("value = loss(log_probs, batch.old_log_probs,",
+                               "value = loss(log_probs, log_probs.detach(),", "taken once"),
+            "Phase4Update": ("        optimizer.zero_grad()\n", "", "zero_grad")}
+        text = SOURCE
+        for right, wrong, _ in mistakes.values():
+            assert text.count(right) == 1
+            text = text.replace(right, wrong)
+        got = grade(folder, text, "wrong.py")
         missed = {name for name, (passed, of, _) in got.items() if passed < of}
-        assert missed == {blank} and hint in got[blank][2]
+        assert missed - {"WholeStep"} == set(mistakes)
+        for blank, (_, _, hint) in mistakes.items():
+            assert hint in got[blank][2]
 
     def test_of_a_file_that_does_not_load_is_a_line(self, folder):
         (folder / "broken.py").write_text("import nothing_of_this_name")
