@@ -1,6 +1,6 @@
 """lesson/tiny.py with GSPO, with GRPO, without a clip, on several worlds and seeds.
 
-    python lesson/seeds.py      three quarters of an hour on an idle core; what was cut off goes on
+    OMP_NUM_THREADS=1 python lesson/seeds.py    three quarters of an hour; what was cut off goes on
 
 Writes lesson/results/: each run's metrics.jsonl, table.md, and seeds.png; a log that is there is
 not made again. GRPO's range is the best of four on world 0, seed 100, which is in no other figure.
