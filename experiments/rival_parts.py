@@ -13,6 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 import train_math
 from experiments.cold_start import supervise
 from gspo import _log_ratio, _loss, _token_mean, group_advantages, grpo_loss, sequence_ratio
+from lesson import tiny
 from train_math import build_minibatches, correctness_reward, response_log_probs, rollout
 
 # ---- tasks: questions, and a model that solves them less often than it could ---------------------
@@ -62,6 +63,14 @@ def two_turn_questions(seed, n, least, most):
     rows = long_questions(seed, 2 * n, least, most)
     return [{"question": f"{a['question']} {b['question']}",
              "answer": f"{a['answer']}\n{b['answer']}"} for a, b in zip(rows[::2], rows[1::2])]
+
+
+def world_questions(seed, n):
+    """Of the lesson's small world: the 175 held out, or n of those to train on."""
+    train, held_out = tiny.questions()
+    if seed == "held out":
+        return held_out
+    return random.Random(f"world {seed}").sample(train, n)
 
 
 def task_reward(prompts, completions, answer, **columns):

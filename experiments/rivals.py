@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_math  # noqa: E402
@@ -32,6 +31,7 @@ from experiments import rival_parts as parts  # noqa: E402
 from experiments.plot import append, read  # noqa: E402
 from experiments.tiny_model import tiny_model, tiny_tokenizer  # noqa: E402
 from gspo import grpo_loss, gspo_token_loss  # noqa: E402
+from lesson import tiny  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, COLD = ROOT / "experiments" / "results" / "rivals", ROOT / "runs" / "rivals"
@@ -53,7 +53,11 @@ TASKS["unfinished, 60 tokens"] = (tiny_model, partial(parts.long_cold_start, lea
                                   *TASKS["60 tokens"][2:])
 TASKS["two turns"] = (tiny_model, partial(parts.long_cold_start, least=7, most=11, turns=2),
                       partial(parts.two_turn_questions, least=7, most=11), TASKS["60 tokens"][-1])
-STUDENT = {2: 12.71, 3: 4.303, 6: 2.571}  # cold starts: the t of a 95% interval
+# The lesson's small world: a cold start is a world, and tiny.py makes it.
+TASKS["world"] = (None, None, parts.world_questions,
+                  dict(max_completion_length=108, learning_rate=3e-4, group_size=16,
+                       minibatches=8, max_steps=16, rollout_rows=256))
+STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # cold starts: the t of a 95% interval
 # No interval is narrower. Three cold starts may agree by luck: differences between arms above .75
 # have a pooled standard deviation of .053 (135 of them). Six: sampling 256 answers makes .02.
 NARROWEST = {3: 0.06, 6: 0.02}
@@ -111,6 +115,7 @@ SUCCESSORS = {  # the first: of the paper or, if it tells none, in use
     "luspo": ([2e-3, 2.5e-3], [3e-4, 4e-4], [6e-3, 8e-3], [0.02, 0.027]),
     "dapo": ([0.2, 0.28], [0.1, 0.14], [0.05, 0.07], [0.5, 0.7]),
     "dr_grpo": ([0.2, 0.2], [0.1, 0.1], [0.05, 0.05], [0.5, 0.5])}
+WORLD = {32: {"epochs": 4}, 4: {"epochs": 1, "minibatches": 4}}  # updates a rollout
 EXPERIMENTS = {
     "clip_range": {
         f"{algorithm.upper()}'s clip range, {task} responses" + ", 1 epoch" * (epochs == 1): {
@@ -167,6 +172,11 @@ EXPERIMENTS = {
             "SAPO": after("sapo", [336, 320]),
             "CISPO": after("cispo", [1, 0.03]),
             "DAPO": after("dapo", [0.99, 1.4])}},
+    "world_range": {  # few updates: an epoch of four, as in the paper; many: four of eight
+        f"{algorithm.upper()}, {updates} updates a rollout": {
+            f"{eps:g}": arm(algorithm, eps, "world", **more) for eps in ranges}
+        for updates, more in WORLD.items()
+        for algorithm, ranges in ((GSPO, (3e-4, 3e-3, 0.01, 0.03)), (GRPO, (0.05, 0.1, 0.2, 0.4)))},
     "noise": {
         f"{epochs} epoch{'s' * (epochs > 1)}, noise on log s in the gate": {
             f"{sd:g}": arm(GSPO, 0.003, epochs=epochs, **({"noise": sd} if sd else {}))
@@ -223,7 +233,11 @@ EXPERIMENTS = {
 
 
 def settings_of(task):
-    return train_math.Settings(**COMMON, **TASKS[task][-1])
+    return train_math.Settings(**COMMON | TASKS[task][-1])
+
+
+def cold_folder(task, cold):
+    return tiny.world(cold, ROOT / "runs") / "model" if task == "world" else COLD / f"{task}-{cold}"
 
 
 def cold_start(task, cold):
@@ -231,7 +245,9 @@ def cold_start(task, cold):
 
     Returns its accuracy by temperature, 0 being greedy."""
     make, teach, _, _ = TASKS[task]
-    folder = COLD / f"{task}-{cold}"
+    folder = cold_folder(task, cold)
+    if task == "world":
+        return json.loads((folder.parent / "start.json").read_text())
     if not folder.exists():
         torch.set_num_threads(1)
         tokenizer = tiny_tokenizer()
@@ -241,6 +257,7 @@ def cold_start(task, cold):
                  for t in (1.0, 0.6, 0.3, 0.0)}
         aside = folder.with_name(folder.name + ".partial")
         model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
         (aside / "right.json").write_text(json.dumps(right))
         aside.rename(folder)
     return json.loads((folder / "right.json").read_text())
@@ -265,9 +282,9 @@ def one_rollout(cold):
     cold_start("long", cold)
     cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=BEST["gspo"],
                   eps_high=0.004)
-    model = AutoModelForCausalLM.from_pretrained(COLD / f"long-{cold}").eval()
+    model, tokenizer = train_math.load(COLD / f"long-{cold}", "cpu")
     questions = parts.long_questions(cfg.seed, cfg.prompts_per_step)
-    return cfg.seed, ratios.after_one_rollout(model, tiny_tokenizer(), questions, cfg)
+    return cfg.seed, ratios.after_one_rollout(model, tokenizer, questions, cfg)
 
 
 def pieces_of(spec, model, tokenizer):
@@ -312,8 +329,8 @@ def pieces_of(spec, model, tokenizer):
 
 def train(spec, model, tokenizer, seed):
     """Train one arm. Returns its rows of metrics, and its RoutingReplay if it has one."""
-    own = {name: spec[name] for name in ("algorithm", "epochs", "learning_rate", "max_steps")
-           if name in spec}
+    names = "algorithm", "epochs", "minibatches", "learning_rate", "max_steps"
+    own = {name: spec[name] for name in names if name in spec}
     low = high = spec["eps"]
     if isinstance(low, list):
         low, high = low
@@ -332,8 +349,7 @@ def run(spec, cold, seed):
     torch.set_num_threads(1)
     start, task = cold_start(spec["task"], cold), spec["task"]
     row = {"arm": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start}
-    tokenizer = tiny_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(COLD / f"{task}-{cold}").eval()
+    model, tokenizer = train_math.load(cold_folder(task, cold), "cpu")
     try:
         if "first" in spec:
             train(spec["first"], model, tokenizer, seed)
