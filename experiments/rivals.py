@@ -100,6 +100,17 @@ def both(gspo, grpo, label="", **more):
     return {f"GSPO{label}": arm(GSPO, gspo, **more), f"GRPO{label}": arm(GRPO, grpo, **more)}
 
 
+def opening(gspo, grpo, **more):
+    """The arms that the lab's opening speaks of."""
+    return both(gspo, grpo, **more) | {
+        "GSPO's gate, weight 1": arm(GSPO, gspo, loss=["one", "sequence", None], **more),
+        "GRPO's gate, weight s": arm(GRPO, grpo, loss=["sequence", "token", None], **more),
+        "no gate, weight s": arm(GSPO, 0.99, loss=["sequence", "one", None], **more),
+        "no gate, weight 1": arm(GSPO, 0.99, loss=["one", "one", None], **more),
+        "no gate, weight 1, A < 0 dropped": arm(
+            GSPO, 0.99, loss=["one", "one", None, "both", None, 0], **more)}
+
+
 def after(name, eps, **more):
     """A successor, with its own two numbers as eps; successors.py says what they are."""
     return arm(GSPO, eps, successor=name, **more)
@@ -177,6 +188,8 @@ EXPERIMENTS = {
             f"{eps:g}": arm(algorithm, eps, "world", **more) for eps in ranges}
         for updates, more in WORLD.items()
         for algorithm, ranges in ((GSPO, (3e-4, 3e-3, 0.01, 0.03)), (GRPO, (0.05, 0.1, 0.2, 0.4)))},
+    "world": {"32 updates a rollout": opening(0.003, 0.2, task="world", **WORLD[32]),
+              "4 updates a rollout": opening(0.003, 0.2, task="world", **WORLD[4])},
     "noise": {
         f"{epochs} epoch{'s' * (epochs > 1)}, noise on log s in the gate": {
             f"{sd:g}": arm(GSPO, 0.003, epochs=epochs, **({"noise": sd} if sd else {}))
