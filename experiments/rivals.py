@@ -187,7 +187,7 @@ EXPERIMENTS = {
         f"{algorithm.upper()}, {updates} updates a rollout": {
             f"{eps:g}": arm(algorithm, eps, "world", **more) for eps in ranges}
         for updates, more in WORLD.items()
-        for algorithm, ranges in ((GSPO, (3e-4, 3e-3, 0.01, 0.03)), (GRPO, (0.05, 0.1, 0.2, 0.4)))},
+        for algorithm, ranges in ((GSPO, (3e-4, 3e-3, 0.01, 0.03, 0.1)), (GRPO, (0.05, 0.1, 0.2, 0.4, 0.8)))},
     "world": {"32 updates a rollout": opening(0.003, 0.2, task="world", **WORLD[32]),
               "4 updates a rollout": opening(0.003, 0.2, task="world", **WORLD[4])},
     "noise": {
