@@ -102,16 +102,12 @@ def both(gspo, grpo, label="", **more):
 
 def opening(gspo, grpo, **more):
     """The arms that the lab's opening speaks of."""
+    weigh = ["one", "one", None]
     return both(gspo, grpo, **more) | {
         "GSPO's gate, weight 1": arm(GSPO, gspo, loss=["one", "sequence", None], **more),
         "GRPO's gate, weight s": arm(GRPO, grpo, loss=["sequence", "token", None], **more),
-        **ungated(**more)}
-
-
-def ungated(**more):
-    weigh = ["one", "one", None]
-    return {"no gate, weight 1": arm(GSPO, 0.99, loss=weigh, **more),
-            "no gate, A < 0 dropped": arm(GSPO, 0.99, loss=[*weigh, "both", None, 0], **more)}
+        "no gate, weight 1": arm(GSPO, 0.99, loss=weigh, **more),
+        "no gate, A < 0 dropped": arm(GSPO, 0.99, loss=[*weigh, "both", None, 0], **more)}
 
 
 def after(name, eps, **more):
@@ -192,10 +188,7 @@ EXPERIMENTS = {
         for updates, more in WORLD.items()
         for algorithm, ranges in ((GSPO, (3e-4, 3e-3, 0.01, 0.03, 0.1)), (GRPO, (0.05, 0.1, 0.2, 0.4, 0.8)))},
     "world": {"32 updates a rollout": opening(0.03, 0.4, task="world", **WORLD[32])},
-    "world_few": {"4 updates a rollout": {
-        **both(0.1, 0.8, task="world", **WORLD[4]),
-        **both(3e-4, 0.2, ", the papers' range", task="world", **WORLD[4]),
-        **ungated(task="world", **WORLD[4])}},
+    "world_few": {"4 updates a rollout": opening(0.03, 0.4, task="world", **WORLD[4])},
     "noise": {
         f"{epochs} epoch{'s' * (epochs > 1)}, noise on log s in the gate": {
             f"{sd:g}": arm(GSPO, 0.003, epochs=epochs, **({"noise": sd} if sd else {}))
