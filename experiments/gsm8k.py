@@ -13,7 +13,6 @@ sampled. All is written to --output_dir; at the end come table.md, answers.md an
 what is there; --results copies them, with the logs.
 """
 import argparse
-import json
 import math
 import random
 import shutil
@@ -25,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_math  # noqa: E402
 from experiments import cold_start  # noqa: E402
-from experiments.plot import draw, read  # noqa: E402
+from experiments.plot import draw, read, write  # noqa: E402
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
 COLD = {"qwen": 10, "smollm2": 12}
@@ -36,13 +35,6 @@ RL = {
                   --max_steps 32 --save_steps 16 --eval_size 64"""}
 ARMS = "base", "cold", "sft", "grpo", "gspo"
 TEMPERATURES = 0.0, 1.0  # greedy, and RL's own
-
-
-def write(path, rows):
-    """A .jsonl, whole or not there."""
-    aside = path.with_suffix(".partial")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    aside.rename(path)
 
 
 def is_short(row):

@@ -36,6 +36,13 @@ def append(path, row):
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
+def write(path, rows):
+    """A .jsonl of these rows, whole or not there."""
+    aside = path.with_suffix(".partial")
+    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    aside.replace(path)
+
+
 def draw(runs, path, eps_high=None):
     """A picture of runs, {label: rows of metrics}, with GSPO's upper clip range if it is given."""
     try:
