@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_math  # noqa: E402
-from experiments.plot import append, read  # noqa: E402
+from experiments.plot import read, write  # noqa: E402
 from lesson import sums  # noqa: E402
 
 
@@ -42,12 +42,12 @@ def main():
         _, rows = sums.make_questions()
         texts = begun_answers(model, tokenizer, rows, cfg)
         right = train_math.score(sums.last_number_reward, rows, texts).tolist()
-        for i, row in enumerate(rows):
-            append(path, {"temperature": 0.0, **row, "response": texts[i], "right": right[i]})
+        write(path, [{"temperature": 0.0, **row, "response": texts[i], "right": right[i]}
+                     for i, row in enumerate(rows)])
     given = read(path)
     before, after = ([row for row in read(a.run / f"{when}.jsonl") if row["temperature"] == 0]
                      for when in ("before", "after"))
-    print("right with the calculation given: {:.1%} ({:.1%} to {:.1%})".format(*sums.share(given)))
+    print(f"right with the calculation given: {sums.told(given)}")
     print(f"given minus before: {sums.gain(before, given)}")
     print(f"after minus given: {sums.gain(given, after)}")
 

@@ -1,18 +1,19 @@
 """A small Qwen gets better at sums: real weights, on any CPU.
 
     python lesson/sums.py                           Qwen2.5-0.5B-Instruct, from the hub
-    python lesson/sums.py --model FOLDER --seed 1   any other flag of train_math.py may follow
+    python lesson/sums.py --seed 1 --output_dir runs/sums_1     or any other flag of train_math.py
     python lesson/sums.py --show FOLDER             a run's table and picture again, from its logs
+    python lesson/sums.py --show FOLDER FOLDER ...  several runs in one table
 
 Word problems of one line, answered in one line; a response earns 1 if its last number is right.
-The loop is train_math.main(). Before and after it, the model answers 256 questions, with numbers
-that no training question multiplies: greedily, and sampled at temperature 1, as in training.
-Training also makes a model surer of what it says, and so does a lower temperature, for nothing:
-the untrained model is asked at two temperatures between, too, and is compared at its best.
-The same command goes on where it stopped, and does nothing twice.
+The loop is train_math.main(). After it, the untrained model and the trained one answer 256
+questions, with numbers that no training question multiplies: greedily, and sampled at temperature
+1, as in training. Training also makes a model surer of what it says, and so does a lower
+temperature, for nothing: the untrained model is asked at two temperatures between, too, and is
+compared at its best. The same command goes on where it stopped, and does nothing twice. A run
+with other settings needs another folder; before.jsonl, the untrained model's answers, may be
+copied there if model, instruction and length are the same.
 """
-import json
-import math
 import random
 import sys
 from pathlib import Path
@@ -21,13 +22,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_math  # noqa: E402
-from experiments.plot import read  # noqa: E402
+from experiments.gsm8k import paired  # noqa: E402
+from experiments.plot import read, write  # noqa: E402
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
     "--prompts_per_step=16", "--group_size=4", "--learning_rate=1.5e-6", "--max_steps=10",
     "--save_steps=5", "--eval_size=0", "--rollout_rows=1024"]  # all 256 questions at once
 GSPO_RANGE = ["--eps_low=3e-3", "--eps_high=4e-3"]  # ten times the paper's: responses are short
+MAY_CHANGE = train_math.MAY_CHANGE - {"max_steps"}  # when a run goes on
 TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy
 
 
@@ -52,7 +55,7 @@ def last_number_reward(prompts, completions, answer, **columns):
     return [float(number == gold) for number, gold in zip(given, answer)]
 
 
-# ---- before and after ----------------------------------------------------------------------------
+# ---- the untrained model's answers, and the trained one's ---------------------------------------
 
 
 def missing(path):
@@ -69,18 +72,33 @@ def ask(path, model, held_out, cfg):
         torch.manual_seed(0)
         _, responses, texts, _ = train_math.sample(model, tokenizer, held_out, 1, temperature, cfg)
         right = train_math.score(last_number_reward, held_out, texts).tolist()
-        lines = []
+        answers = read(path)
         for i, row in enumerate(held_out):
             number = train_math.extract_answer(texts[i], strict=False)
-            answer = {"temperature": temperature, **row, "response": texts[i], "right": right[i]}
-            answer["result"] = number not in (None, *row["factors"])  # it names a third number
-            lines.append(json.dumps(answer | {"tokens": len(responses[i])}) + "\n")
-        with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(lines))
+            answers.append({
+                "temperature": temperature, **row, "response": texts[i], "right": right[i],
+                "result": number not in (None, *row["factors"]),  # it names a third number
+                "tokens": len(responses[i])})
+        write(path, answers)
         print(f"{path.stem}, temperature {temperature}: {sum(right):.0f} of {len(right)} right")
 
 
 # ---- table and picture ---------------------------------------------------------------------------
+
+
+def load_run(folder):
+    """A run's logs: (settings, steps, {(when, temperature): answers}). SystemExit: no run."""
+    rows = read(folder / "training" / "metrics.jsonl")
+    if not rows:
+        sys.exit(f"sums.py: no run in {folder}: it has no training/metrics.jsonl")
+    answers = {}
+    for when in TEMPERATURES:
+        given = read(folder / f"{when}.jsonl")
+        for temperature in TEMPERATURES[when]:
+            found = [row for row in given if row["temperature"] == temperature]
+            if found:
+                answers[when, temperature] = found
+    return rows[0]["settings"], rows[1:], answers
 
 
 def share(rows):
@@ -89,18 +107,20 @@ def share(rows):
     return right / len(rows), *train_math.wilson(right, len(rows))
 
 
+def told(rows):
+    return "{:.1%} ({:.1%} to {:.1%})".format(*share(rows))
+
+
 def gain(before, after):
     """The difference of two shares of right answers to the same questions, its 95% interval, and
     McNemar's exact p: of the questions that changed, were as many won as lost?"""
-    n = len(before)
-    pairs = [(old["right"], new["right"]) for old, new in zip(before, after)]
-    won = pairs.count((0, 1))
-    lost = pairs.count((1, 0))
-    mean = (won - lost) / n
-    half = 1.96 * math.sqrt(won + lost - n * mean**2) / n
-    tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
-    p = min(1, 2 * tail / 2 ** (won + lost))
-    return f"{mean:+.1%} (95%: {mean - half:+.1%} to {mean + half:+.1%}), p = {p:.2g}"
+    right = ([row["right"] == 1 for row in rows] for rows in (before, after))
+    mean, (low, high), p = paired(*right)
+    return f"{mean:+.1%} (95%: {low:+.1%} to {high:+.1%}), p = {p:.2g}"
+
+
+def minutes(steps):
+    return f"{sum(row['seconds'] for row in steps) / 60:.0f}"
 
 
 def table(answers, steps, best):
@@ -110,7 +130,7 @@ def table(answers, steps, best):
         "names a result | tokens",
         "---|---|---|---|---|---|---"]
     for (when, temperature), rows in answers.items():
-        cells = [when, temperature or "greedy", "{:.1%} ({:.1%} to {:.1%})".format(*share(rows))]
+        cells = [when, temperature or "greedy", told(rows)]
         for digits in 1, 2:
             kind = [row for row in rows if len(row["factors"][0]) == digits]
             cells.append(f"{share(kind)[0]:.1%}")
@@ -118,13 +138,34 @@ def table(answers, steps, best):
             cells.append(f"{sum(row[name] for row in rows) / len(rows):.3g}")
         lines.append(" | ".join(map(str, cells)))
     lines.append("")
-    for when, temperature in answers:
-        if when == "after":
-            for other in dict.fromkeys([temperature, best]):
-                change = gain(answers["before", other], answers[when, temperature])
-                lines.append(f"- after at {temperature} minus before at {other}: {change}")
-    minutes = sum(row["seconds"] for row in steps) / 60
-    return "\n".join(lines) + f"\n\n{len(steps)} rollouts, {minutes:.0f} minutes.\n"
+    for temperature in TEMPERATURES["after"]:
+        for other in dict.fromkeys([temperature, best]):
+            change = gain(answers["before", other], answers["after", temperature])
+            lines.append(f"- after at {temperature} minus before at {other}: {change}")
+    return "\n".join(lines) + f"\n\n{len(steps)} rollouts, {minutes(steps)} minutes.\n"
+
+
+def compare(runs):
+    """Markdown: a line a run, {folder: load_run(folder)}, and each algorithm's means."""
+    lines = [
+        "run | algorithm | seed | greedy before (95%) | greedy after | sampled after | "
+        "greedy after minus before | rollouts | minutes",
+        "---|---|---|---|---|---|---|---|---"]
+    means = {}
+    for folder, (settings, steps, answers) in runs.items():
+        algorithm = settings["algorithm"]
+        cells = [folder, algorithm, settings["seed"]]
+        asked = [answers.get(key) for key in (("before", 0.0), ("after", 0.0), ("after", 1.0))]
+        for rows in asked:
+            cells.append(f"{told(rows)} of {len(rows)}" if rows else "-")
+        cells.append(gain(*asked[:2]) if all(asked[:2]) else "-")
+        lines.append(" | ".join(map(str, [*cells, len(steps), minutes(steps)])))
+        if all(asked):
+            means.setdefault(algorithm, []).append([share(rows)[0] for rows in asked])
+    for algorithm, shares in means.items():
+        cells = [f"{sum(column) / len(shares):.1%}" for column in zip(*shares)]
+        lines.append(f"mean of {len(shares)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
+    return "\n".join(lines) + "\n"
 
 
 def draw(answers, steps, best, path):
@@ -139,11 +180,10 @@ def draw(answers, steps, best, path):
     for temperature, color, name in (0.0, "C0", "greedy"), (1.0, "C1", "sampled"):
         label = f"held out, {name}"
         for when, step in ("before", 0), ("after", len(steps)):
-            if (when, temperature) in answers:
-                y, low, high = share(answers[when, temperature])
-                axis.errorbar(step + temperature / 5, y, [[y - low], [high - y]], fmt="s",
-                              color=color, capsize=4, label=label)
-                label = None  # once is enough
+            y, low, high = share(answers[when, temperature])
+            axis.errorbar(step + temperature / 5, y, [[y - low], [high - y]], fmt="s",
+                          color=color, capsize=4, label=label)
+            label = None  # once is enough
     axis.axhline(share(answers["before", best])[0], color="C0", linestyle="--",
                  label=f"untrained at its best, {best or 'greedy'}")
     axis.set(xlabel="rollout", title="right, by the last number (95%)", ylim=(0, 1))
@@ -152,17 +192,16 @@ def draw(answers, steps, best, path):
     figure.savefig(path, dpi=110)
 
 
-def show(folder):
-    """table.md and sums.png, from before.jsonl, after.jsonl and training/metrics.jsonl."""
-    answers = {}
-    for when in TEMPERATURES:
-        rows = read(folder / f"{when}.jsonl")
-        for temperature in TEMPERATURES[when]:
-            found = [row for row in rows if row["temperature"] == temperature]
-            if found:
-                answers[when, temperature] = found
+def show(folders):
+    """A run's table.md and sums.png; of several, or of an unfinished one, a line is printed."""
+    if not folders:
+        sys.exit("sums.py: --show needs the folder of a run, or several")
+    runs = {folder: load_run(folder) for folder in folders}
+    folder = folders[0]
+    if len(runs) > 1 or any(missing(folder / f"{when}.jsonl") for when in TEMPERATURES):
+        return print(compare(runs))
+    _, steps, answers = runs[folder]
     best = max(TEMPERATURES["before"], key=lambda x: share(answers["before", x]))
-    steps = read(folder / "training" / "metrics.jsonl")[1:]
     text = table(answers, steps, best)
     (folder / "table.md").write_text(text, encoding="utf-8")
     draw(answers, steps, best, folder / "sums.png")
@@ -172,26 +211,37 @@ def show(folder):
 # ---- the command line ----------------------------------------------------------------------------
 
 
+def refuse_another(folder, cfg):
+    """SystemExit: the folder has a run with other settings, and with the answers of its models."""
+    for row in read(folder / "training" / "metrics.jsonl")[:1]:
+        changed = [name for name, value in vars(cfg).items()
+                   if name not in MAY_CHANGE and row["settings"].get(name) != value]
+        if changed:
+            sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}: choose "
+                     "another --output_dir")
+
+
 def main(argv):
     if argv[:1] == ["--show"]:
-        return show(Path(argv[1]))
+        return show([Path(name) for name in argv[1:]])
     algorithm = train_math.parse_settings(SETTINGS + argv).algorithm
     flags = SETTINGS + ([] if algorithm == "grpo" else GSPO_RANGE) + argv
     cfg = train_math.parse_settings(flags)
     folder = Path(cfg.output_dir)
-    data = folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
+    refuse_another(folder, cfg)
     questions, held_out = make_questions()
-    for split, rows in ("train", questions), ("test", held_out):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (data / f"{split}.jsonl").write_text(text, encoding="utf-8")
-
-    ask(folder / "before.jsonl", cfg.model, held_out, cfg)
     if missing(folder / "after.jsonl"):
+        data = folder / "data"
+        with train_math.blame(f"--model {cfg.model} --output_dir {folder}"):
+            train_math.AutoTokenizer.from_pretrained(cfg.model)  # is there such a model?
+            data.mkdir(parents=True, exist_ok=True)
+            write(data / "train.jsonl", questions)
+            write(data / "test.jsonl", held_out)
         own = [f"--dataset={data}", f"--output_dir={folder / 'training'}"]
         train_math.main(flags + own, reward=last_number_reward)
-        ask(folder / "after.jsonl", folder / "training" / "model", held_out, cfg)
-    show(folder)
+    ask(folder / "before.jsonl", cfg.model, held_out, cfg)
+    ask(folder / "after.jsonl", folder / "training" / "model", held_out, cfg)
+    show([folder])
 
 
 if __name__ == "__main__":

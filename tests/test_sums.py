@@ -1,13 +1,15 @@
 """lesson/sums.py: its questions, its reward, its arithmetic, and that nothing is done twice."""
-import json
 import math
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from experiments import sums_given
+from experiments import plot, sums_given
+from experiments.plot import read
 from lesson import sums
+from tests.conftest import one_line
 
 LOGS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "sums" / "gspo_0"
 
@@ -64,17 +66,16 @@ class TestGain:
         assert self.gain(0, 0, 10) == "+0.0% (95%: +0.0% to +0.0%), p = 1"
 
 
-def write(path, rows):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def log(folder, **settings):
+    """A training's log, of a rollout."""
+    (folder / "training").mkdir(parents=True, exist_ok=True)
+    plot.write(folder / "training" / "metrics.jsonl", [
+        {"step": 0, "settings": settings}, {"step": 1, "reward": 0.5, "seconds": 90}])
 
 
-STEPS = [{"step": 0}, {"step": 1, "reward": 0.5, "seconds": 90}]
-
-
-def logs(folder, before, after):
+def logs(folder, before, after, algorithm="gspo", seed=0):
     """A run's logs; before and after: {temperature: the share of 4 held-out answers right}."""
-    write(folder / "training" / "metrics.jsonl", STEPS)
+    log(folder, algorithm=algorithm, seed=seed)
     for when, shares in (("before", before), ("after", after)):
         rows = []
         for temperature, share in shares.items():
@@ -83,24 +84,83 @@ def logs(folder, before, after):
                 row["factors"] = [["3", "12"][i % 2], "17"]
                 row["right"] = float(i < 4 * share)
                 rows.append(row)
-        write(folder / f"{when}.jsonl", rows)
+        plot.write(folder / f"{when}.jsonl", rows)
+    return folder
 
 
-def test_the_untrained_model_is_taken_at_its_best_temperature(tmp_path, capsys):
-    logs(tmp_path, {0.0: 0.25, 0.3: 0.5, 0.6: 0.25, 1.0: 0.0}, {0.0: 0.75, 1.0: 0.5})
-    sums.main(["--show", str(tmp_path)])
-    text = capsys.readouterr().out
-    assert (tmp_path / "table.md").read_text().strip() == text.strip()
-    assert "after at 0.0 minus before at 0.0: +50.0%" in text
-    assert "after at 0.0 minus before at 0.3: +25.0%" in text
-    assert "after at 1.0 minus before at 1.0: +50.0%" in text
-    assert "after at 1.0 minus before at 0.3: +0.0%" in text
-    assert "after | greedy | 75.0%" in text
-    assert "1 rollouts, 2 minutes" in text
-    assert (tmp_path / "sums.png").stat().st_size > 5000
+def contents(folder):
+    """{path: bytes} of all files in the folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_is_taken_up_and_nothing_is_done_twice(tmp_path, monkeypatch, capsys):
+BEFORE = {0.0: 0.25, 0.3: 0.5, 0.6: 0.25, 1.0: 0.0}
+
+
+class TestShow:
+    def test_takes_the_untrained_model_at_its_best_temperature(self, tmp_path, capsys):
+        logs(tmp_path, BEFORE, {0.0: 0.75, 1.0: 0.5})
+        sums.main(["--show", str(tmp_path)])
+        text = capsys.readouterr().out
+        assert (tmp_path / "table.md").read_text().strip() == text.strip()
+        assert "after at 0.0 minus before at 0.0: +50.0%" in text
+        assert "after at 0.0 minus before at 0.3: +25.0%" in text
+        assert "after at 1.0 minus before at 1.0: +50.0%" in text
+        assert "after at 1.0 minus before at 0.3: +0.0%" in text
+        assert "after | greedy | 75.0%" in text
+        assert "1 rollouts, 2 minutes" in text
+        assert (tmp_path / "sums.png").stat().st_size > 5000
+
+    def test_of_several_runs_is_a_line_each_and_each_algorithms_means(self, tmp_path, capsys):
+        runs = [
+            logs(tmp_path / "gspo_0", BEFORE, {0.0: 0.75, 1.0: 0.5}),
+            logs(tmp_path / "grpo_7", BEFORE, {0.0: 1.0, 1.0: 0.75}, "grpo", 7),
+            logs(tmp_path / "gspo_1", BEFORE, {0.0: 1.0, 1.0: 0.0}, "gspo", 1),
+            logs(tmp_path / "gspo_2", {0.0: 0.25}, {}, "gspo", 2)]
+        before = contents(tmp_path)
+        sums.main(["--show", *map(str, runs)])
+        assert contents(tmp_path) == before, "nothing is written"
+        _, _, *lines = capsys.readouterr().out.strip().split("\n")
+        interval = sums.told([{"right": 1.0}] + [{"right": 0.0}] * 3)
+        assert interval.startswith("25.0% (4.6% to ")
+        assert lines[0].startswith(f"{runs[0]} | gspo | 0 | {interval} of 4 | 75.0% (")
+        assert lines[0].count(" of 4 | ") == 3
+        assert lines[0].endswith(" | +50.0% (95%: +1.0% to +99.0%), p = 0.5 | 1 | 2")
+        assert lines[1].startswith(f"{runs[1]} | grpo | 7 | 25.0% (")
+        assert lines[3] == f"{runs[3]} | gspo | 2 | {interval} of 4 | - | - | - | 1 | 2"
+        assert lines[4:] == [
+            "mean of 2 | gspo | - | 25.0% | 87.5% | 25.0% | - | - | -",
+            "mean of 1 | grpo | - | 25.0% | 100.0% | 75.0% | - | - | -"]
+
+    @pytest.mark.parametrize("before, after", [({}, {}), (BEFORE, {}), (BEFORE, {0.0: 0.5})])
+    def test_of_an_unfinished_run_is_its_line(self, tmp_path, capsys, before, after):
+        logs(tmp_path, before, after)
+        sums.main(["--show", str(tmp_path)])
+        line = capsys.readouterr().out.strip().split("\n")[2]
+        assert line.startswith(f"{tmp_path} | gspo | 0 | ") and " | - | " in line
+        assert not (tmp_path / "table.md").exists()
+
+    def test_of_no_run_is_one_clear_line(self, tmp_path):
+        assert "--show needs the folder of a run" in one_line(sums.main, "--show")
+        run = logs(tmp_path / "run", BEFORE, {})
+        for folders in [tmp_path], [run, tmp_path / "nowhere"]:
+            assert f"no run in {folders[-1]}:" in one_line(sums.main, "--show", *folders)
+
+
+@pytest.fixture(scope="module")
+def flags(world):
+    """Of a run of one small step, on the model that nobody trained."""
+    return ["--model", str(world / "model"), "--max_steps", "1", "--max_completion_length", "2"]
+
+
+@pytest.fixture(scope="module")
+def run(flags, tmp_path_factory):
+    """The folder of that run."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    sums.main([*flags, "--output_dir", str(folder)])
+    return folder
+
+
+def test_a_run_is_taken_up_and_no_answer_is_given_twice(tmp_path, monkeypatch, flags):
     asked = []
     trained = []
 
@@ -116,20 +176,22 @@ def test_a_run_is_taken_up_and_nothing_is_done_twice(tmp_path, monkeypatch, caps
 
     def train(argv, reward):
         trained.append(sums.train_math.parse_settings(argv))
-        write(tmp_path / "training" / "metrics.jsonl", STEPS)
+        log(tmp_path, **vars(trained[-1]))
 
     monkeypatch.setattr(sums.train_math, "load", load)
     monkeypatch.setattr(sums.train_math, "sample", sample)
     monkeypatch.setattr(sums.train_math, "main", train)
-    flags = ["--output_dir", str(tmp_path), "--model", "M", "--max_steps", "1"]
+    command = [*flags, "--output_dir", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
-        sums.main(flags)
-    sums.main(flags)
+        sums.main(command)
+    sums.main(command)
     trained_model = str(tmp_path / "training" / "model")
-    assert asked == ["M", 0.0, 0.3, 0.6, "M", 0.6, 1.0, trained_model, 0.0, 1.0]
-    sums.main(flags)
+    model = flags[1]
+    assert asked == [model, 0.0, 0.3, 0.6, model, 0.6, 1.0, trained_model, 0.0, 1.0]
+    assert len(trained) == 2, "it went on, and had nothing to do"
+    sums.main(command)
     assert len(asked) == 10
-    assert len(trained) == 1
+    assert len(trained) == 2
     assert trained[0].eps_low == 3e-3
     assert trained[0].max_steps == 1
     assert trained[0].dataset == str(tmp_path / "data")
@@ -137,12 +199,70 @@ def test_a_run_is_taken_up_and_nothing_is_done_twice(tmp_path, monkeypatch, caps
     assert len((tmp_path / "before.jsonl").read_text().splitlines()) == 4 * 256
 
 
-def test_grpo_keeps_its_own_range(tmp_path, monkeypatch):
+class TestFolder:
+    def test_has_all_answers_of_both_models(self, run):
+        for when, temperatures in sums.TEMPERATURES.items():
+            answers = read(run / f"{when}.jsonl")
+            assert [row["temperature"] for row in answers] == [
+                temperature for temperature in temperatures for _ in range(256)]
+        assert (run / "table.md").exists()
+
+    @pytest.mark.parametrize("name, value", [
+        ("model", None), ("seed", "1"), ("instruction", "In words."), ("algorithm", "grpo"),
+        ("max_completion_length", "3"), ("max_steps", "2"), ("eps_high", "1e-3")])
+    def test_of_a_run_with_another_setting_is_refused(self, run, world, flags, name, value):
+        before = contents(run)
+        value = value or world / "another"
+        line = one_line(sums.main, *flags, "--output_dir", run, f"--{name}", value)
+        assert f"{run} has another {name}" in line
+        assert contents(run) == before
+
+    def test_whose_before_is_copied_is_asked_for_after_alone(
+            self, run, tmp_path, monkeypatch, flags, capsys):
+        shutil.copy(run / "before.jsonl", tmp_path)
+        sums.main([*flags, "--output_dir", str(tmp_path), "--seed", "1"])
+        out = capsys.readouterr().out
+        assert "after, temperature 1.0" in out and "before, temperature" not in out
+        assert (tmp_path / "before.jsonl").read_bytes() == (run / "before.jsonl").read_bytes()
+        sums.main(["--show", str(run), str(tmp_path)])
+        assert "mean of 2 | gspo" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("wrong", [
+        ["--max_step", "2"], ["--minibatches", "5"], ["--model", "no/such/model"]])
+    def test_is_not_made_for_bad_flags(self, tmp_path, flags, wrong):
+        one_line(sums.main, *flags, "--output_dir", tmp_path / "run", *wrong)
+        assert not list(tmp_path.iterdir())
+
+    def test_that_cannot_be_made_is_one_clear_line(self, tmp_path, flags):
+        (tmp_path / "file").write_text("mine")
+        line = one_line(sums.main, *flags, "--output_dir", tmp_path / "file")
+        assert f"--output_dir {tmp_path / 'file'}" in line
+
+
+def test_given_answers_are_whole_or_not_there(tmp_path, monkeypatch):
+    run = shutil.copytree(LOGS, tmp_path / "run")
+    path = run / "before_given.jsonl"
+    kept = read(path)
+    path.unlink()
+    texts = [row["response"] for row in kept]
+    monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "M"])
+    monkeypatch.setattr(sums.train_math, "load", lambda name, device: (None, None))
+    monkeypatch.setattr(sums_given, "begun_answers", lambda *arguments: texts)
+    with monkeypatch.context() as patch:
+        stopped = mock.Mock(side_effect=["{}"] * 100 + [KeyboardInterrupt])
+        patch.setattr(plot.json, "dumps", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            sums_given.main()
+    sums_given.main()
+    assert read(path) == kept
+
+
+def test_grpo_keeps_its_own_range(tmp_path, monkeypatch, flags):
     seen = []
     monkeypatch.setattr(sums, "ask", lambda *arguments: seen.append(arguments[3]))
     monkeypatch.setattr(sums.train_math, "main", lambda argv, reward: None)
-    monkeypatch.setattr(sums, "show", lambda folder: None)
-    sums.main(["--output_dir", str(tmp_path), "--algorithm", "grpo"])
+    monkeypatch.setattr(sums, "show", lambda folders: None)
+    sums.main([*flags, "--output_dir", str(tmp_path), "--algorithm", "grpo"])
     assert seen[0].eps_low == 0.2
 
 
