@@ -130,8 +130,9 @@ def world(seed, root="runs"):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world", type=int, default=0)
+    epilog = f"And any flag that train_math.py --help shows; defaults here: {' '.join(FLAGS)}"
+    parser = argparse.ArgumentParser(allow_abbrev=False, epilog=epilog)
+    parser.add_argument("--world", type=int, default=0, help="0 is there, others are made")
     args, flags = parser.parse_known_args(argv)
     cfg = train_math.parse_settings(FLAGS + flags)
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other

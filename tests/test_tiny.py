@@ -77,3 +77,13 @@ def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range
     assert (settings["eps_low"], settings["eps_high"]) == clip_range
     assert (folder / "metrics.png").read_bytes()[1:4] == b"PNG"
     assert "the start, held out" in capsys.readouterr().out
+
+
+def test_help_tells_of_the_world_and_of_all_other_flags(capsys):
+    with pytest.raises(SystemExit) as stop:
+        tiny.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert "--world WORLD" in text
+    assert "any flag that train_math.py --help shows" in text
+    assert "--epochs 4" in text
