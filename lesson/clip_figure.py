@@ -22,7 +22,12 @@ def main():
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, advantage in zip(axes, (1.0, -1.0)):
         value = clipped_objective(s, torch.tensor(advantage), LOW, HIGH)
-        held = s > 1 + HIGH if advantage > 0 else s < 1 - LOW
+        if advantage > 0:
+            better = "better"
+            held = s > 1 + HIGH
+        else:
+            better = "worse"
+            held = s < 1 - LOW
         axis.axvspan(1 - LOW, 1 + HIGH, color="gray", alpha=0.15)
         axis.plot(s, s * advantage, ":", color="C0", label="s A, without a clip")
         axis.plot(s[~held], value[~held], color="C0", linewidth=2.5, label="it pushes")
@@ -30,7 +35,6 @@ def main():
         axis.plot(1, advantage, "o", color="black")
         axis.annotate("the rollout's policy, s = 1", (1, advantage), (8, -12 * advantage),
                       textcoords="offset points", fontsize=9)
-        better = "better" if advantage > 0 else "worse"
         axis.set(title=f"A = {advantage:+.0f}: {better} than its group's mean", xlabel="s",
                  ylabel="min(s A, clip(s) A)")
         axis.grid(alpha=0.3)

@@ -19,18 +19,22 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_math  # noqa: E402
-from experiments.plot import read  # noqa: E402
+from experiments.plot import read, write  # noqa: E402
 from lesson import tiny  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")
 ARMS = {
     "GSPO": [],
-    "no clip": ["--eps_low", "0.99", "--eps_high", "1e9"],
-    "GRPO": ["--algorithm", "grpo"]}
+    "no clip": ["--eps_low", "0.99", "--eps_high", "1e9"]}
 ONE_EPOCH = ["--minibatches", "4", "--epochs", "1"]  # as in the paper
 ONE_UPDATE = ["--minibatches", "1", "--epochs", "1"]
 PLACES = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)]  # world, seed
-RANGES = (0.05, 0.1, 0.2, 0.4)  # GRPO's lower; the upper is 4/3 of it
+RANGES = (0.05, 0.1, 0.2, 0.4)  # GRPO's lower
+
+
+def grpo(low):
+    """GRPO's flags; the upper range is 4/3 of the lower."""
+    return ["--algorithm", "grpo", "--eps_low", str(low), "--eps_high", f"{low * 4 / 3:.3g}"]
 
 
 def run(name, flags, world, seed):
@@ -46,7 +50,7 @@ def run(name, flags, world, seed):
         for row in rows:
             row.pop("eval_samples", None)
         RESULTS.mkdir(exist_ok=True)
-        kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(kept, rows)
         shutil.rmtree(output)
     return read(kept)
 
@@ -75,9 +79,12 @@ def draw(runs, path):
             for rows in by_place.values():
                 values = [math.nan if row[key] is None else row[key] for row in rows[1:]]
                 axis.plot(range(1, len(rows)), values, color=color, alpha=0.25)
-            mean = [sum(rows[step][key] or 0 for rows in by_place.values()) / len(by_place)
-                    for step in range(1, len(rows))]
-            axis.plot(range(1, len(rows)), mean, color=color, linewidth=2.5, label=name)
+            steps = range(1, len(rows))
+            mean = []
+            for step in steps:
+                values = [rows[step][key] or 0 for rows in by_place.values()]
+                mean.append(sum(values) / len(values))
+            axis.plot(steps, mean, color=color, linewidth=2.5, label=name)
     for axis, title in zip(axes, panels.values()):
         axis.set(title=title, xlabel="rollout", xticks=range(2, 17, 2))
         axis.grid(alpha=0.3)
@@ -90,11 +97,9 @@ def main():
     torch.set_num_threads(1)
     tried = {}
     for low in RANGES:
-        flags = [*ARMS["GRPO"], "--eps_low", str(low), "--eps_high", f"{low * 4 / 3:.3g}"]
-        tried[low] = run(f"GRPO {low}", flags, 0, 100)[-1]["sampled"]
+        tried[low] = run(f"GRPO {low}", grpo(low), 0, 100)[-1]["sampled"]
     best = max(tried, key=tried.get)
-    best_range = ["--eps_low", str(best), "--eps_high", f"{best * 4 / 3:.3g}"]
-    arms = ARMS | {"GRPO": ARMS["GRPO"] + best_range}
+    arms = ARMS | {"GRPO": grpo(best)}
     runs = {}
     for name, flags in arms.items():
         runs[name] = {place: run(name, flags, *place) for place in PLACES}
