@@ -12,7 +12,7 @@ questions, with numbers that no training question multiplies: greedily, and samp
 temperature, for nothing: the untrained model is asked at two temperatures between, too, and is
 compared at its best. The same command goes on where it stopped, and does nothing twice. A run
 with other settings needs another folder; before.jsonl, the untrained model's answers, may be
-copied there if model, instruction and length are the same.
+copied there if --model, --instruction and --max_completion_length are the same.
 """
 import random
 import sys
