@@ -33,16 +33,15 @@ BLANKS = "MicroBatch", "ResponseLogProbs", "Phase3Remember", "Phase4Update", "Wh
 
 
 def fail(hint, *numbers):
-    pytest.fail("\n  ".join([hint, *map(str, numbers)]), pytrace=False)
+    pytest.fail("\n  ".join([hint, *numbers]), pytrace=False)
 
 
 def check(got, expected, hint, tolerance=1e-5):
     """One shape, and each element within tolerance, or the test fails with the hint."""
-    got, expected = (torch.as_tensor(x).detach().double() for x in (got, expected))
-    numbers = f"got      {got.tolist()}", f"expected {expected.tolist()}"
-    close = got.shape == expected.shape and (got - expected).abs() <= tolerance
-    if not torch.as_tensor(close).all():
-        fail(hint, *numbers)
+    got = torch.as_tensor(got).detach().double()
+    expected = torch.as_tensor(expected).detach().double()
+    if got.shape != expected.shape or not ((got - expected).abs() <= tolerance).all():
+        fail(hint, f"got      {got.tolist()}", f"expected {expected.tolist()}")
 
 
 class Grade:
@@ -71,7 +70,8 @@ def loaded(request):
     global loop
     sys.path[:0] = [str(PATH.parent), str(FOLDER)]  # where its gspo.py is
     spec = importlib.util.spec_from_file_location("loop_under_test", PATH)
-    loop = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    loop = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loop
     try:
         spec.loader.exec_module(loop)
     except (Exception, SystemExit) as error:
@@ -85,10 +85,17 @@ def loaded(request):
 
 def tiny_qwen():
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, initializer_range=0.5,
-        tie_word_embeddings=True)).eval()
+    config = Qwen3Config(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.5,
+        tie_word_embeddings=True)
+    return Qwen3ForCausalLM(config).eval()
 
 
 def tokens(words):
@@ -107,11 +114,15 @@ TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the weight of each word, whate
 def train_step(model, optimizer, rewards, parts, **settings):
     """The file's own train_step on these responses, rewards and parts."""
     sampled = PROMPTS, RESPONSES, [""] * 16, torch.zeros(16, 4)
+    questions = [{"question": ""}] * 4
     cfg = loop.Settings(device="cpu", group_size=4, prompts_per_step=4, minibatches=2, max_steps=1,
                         **settings)
+
+    def reward(**columns):
+        return rewards.tolist()
+
     with mock.patch.object(loop, "sample", return_value=sampled):
-        return loop.train_step(model, None, optimizer, [{"question": ""}] * 4, 1, cfg,
-                               lambda **_: rewards.tolist(), **parts)
+        return loop.train_step(model, None, optimizer, questions, 1, cfg, reward, **parts)
 
 
 class Update:
@@ -125,8 +136,11 @@ class Update:
         self.gradients = []
         optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
         optimizer.register_step_pre_hook(self.before_step)
-        parts = {"group_advantages": lambda *_: advantages, "build_minibatches": self.build,
-                 "response_log_probs": self.log_probs, "loss": self.loss}
+        parts = {
+            "group_advantages": lambda *_: advantages,
+            "build_minibatches": self.build,
+            "response_log_probs": self.log_probs,
+            "loss": self.loss}
         with mock.patch.object(loop, "metrics", return_value={}) as metrics:
             train_step(self.policy, optimizer, advantages, parts, learning_rate=0.5, **settings)
         self.grad_norms = metrics.call_args.args[4]
@@ -136,10 +150,14 @@ class Update:
         self.prompts = prompts
         self.built = []
         for minibatch in torch.arange(16).split(8):
-            self.built.append([])
-            for rows in minibatch[advantages[minibatch] != 0].split(3):
-                self.built[-1].append(SimpleNamespace(
-                    rows=rows, tokens=TOKENS[rows], mask=MASK[rows], advantages=advantages[rows]))
+            parts = minibatch[advantages[minibatch] != 0].split(3)
+            self.built.append([
+                SimpleNamespace(
+                    rows=rows,
+                    tokens=TOKENS[rows],
+                    mask=MASK[rows],
+                    advantages=advantages[rows])
+                for rows in parts])
         return [minibatch for minibatch in self.built if minibatch]
 
     def log_probs(self, model, batch, temperature):
@@ -154,7 +172,9 @@ class Update:
 
     def before_step(self, *_):
         gradient = self.policy[0].grad
-        self.gradients.append(torch.zeros(WORDS) if gradient is None else gradient.clone())
+        if gradient is None:
+            gradient = torch.zeros(WORDS)
+        self.gradients.append(gradient.clone())
         self.weights.append(self.policy[0].detach().clone())
 
     def by_hand(self, step):
@@ -205,8 +225,8 @@ class TestResponseLogProbs:
         """Each response token from a forward of its own, over what stands before it."""
         expected = torch.zeros(3, 4)
         for i, t in batch.mask.nonzero().tolist():
-            weights = (model(batch.ids[i:i + 1, :t + 1]).logits[0, -1] / temperature).exp()
-            expected[i, t] = (weights[batch.ids[i, t + 1]] / weights.sum()).log()
+            logits = model(batch.ids[i:i + 1, :t + 1]).logits[0, -1]
+            expected[i, t] = (logits / temperature).log_softmax(dim=0)[batch.ids[i, t + 1]]
         return expected
 
     @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -242,7 +262,8 @@ class TestPhase3Remember:
 
     def test_old_and_new_log_probs_come_from_the_same_micro_batches(self):
         update = Update()
-        numbers = {id(batch): i for i, batch in enumerate(sum(update.built, []))}
+        built = sum(update.built, [])
+        numbers = {id(batch): i for i, batch in enumerate(built)}
         got = [numbers.get(id(batch), -1) for batch, _ in update.asked]
         check(got, 2 * list(range(6)), "a forward of each micro-batch for old log-probs, one for "
               "new: other padding rounds otherwise (-1: build_minibatches has not made this one)")
@@ -295,12 +316,13 @@ class TestWholeStep:
         """Word 2 earns 1, word 3 costs 1."""
         rewards = torch.tensor([1.0 * r.count(2) - r.count(3) for r in RESPONSES])
         model = tiny_qwen()
-        row = train_step(model, torch.optim.SGD(model.parameters()), rewards, {}, learning_rate=0.1,
-                         epochs=2)
+        optimizer = torch.optim.SGD(model.parameters())
+        row = train_step(model, optimizer, rewards, {}, learning_rate=0.1, epochs=2)
         if not isinstance(row["loss"], float):
             fail("seen: take the loss's .item(), and detach the log-probs, or memory fills up")
         check(row["log_ratio_first_max"], 0.0, "first minibatch: every ratio is exactly 1", 0)
         prompt = torch.tensor(PROMPTS[:1])
-        before, after = (m(prompt).logits[0, -1].softmax(dim=-1) for m in (tiny_qwen(), model))
+        before = tiny_qwen()(prompt).logits[0, -1].softmax(dim=-1)
+        after = model(prompt).logits[0, -1].softmax(dim=-1)
         if not after[2] - after[3] > before[2] - before[3]:
             fail("after a step, word 2, which earns 1, is likelier, and 3, which costs 1, less")

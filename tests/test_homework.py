@@ -3,7 +3,6 @@
     python -m pytest tests/test_homework.py           a minute on a CPU
 """
 import ast
-import json
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.plot import read
 from lesson import find_the_bug, loop_homework
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,14 +32,27 @@ def folder(tmp_path_factory):
     return folder
 
 
+def run_tests(folder, name, *flags):
+    """The hand-out's tests of this file of a student's."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, "test_loop.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LOOP": name, "PYTHONPATH": ""})
+
+
 def grade(folder, text, name="train_math.py"):
     """{blank: (tests passed, of, what to look at first)} of this text as a student's file."""
     (folder / name).write_text(text, encoding="utf-8")
-    command = "-m pytest -q --tb=no -rN -p no:cacheprovider test_loop.py".split()
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "LOOP": name, "PYTHONPATH": ""})
+    done = run_tests(folder, name, "-q", "--tb=no", "-rN", "-p", "no:cacheprovider")
     lines = re.findall(r"^(\w+) +(\d+) of (\d+) *(.*)$", done.stdout, re.MULTILINE)
     return {blank: (int(passed), int(of), hint) for blank, passed, of, hint in lines}
+
+
+def written(tree):
+    """All statements in the tree."""
+    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.stmt)}
 
 
 class TestHandOut:
@@ -47,12 +60,14 @@ class TestHandOut:
         text = (folder / "train_math.py").read_text(encoding="utf-8")
         assert re.findall(r'raise NotImplementedError\("(.*) is still to be written"\)', text) == [
             "MicroBatch.__init__", "response_log_probs", "phase 3", "phase 4"]
-        functions = {node.name: node for node in ast.walk(ast.parse(text))
-                     if isinstance(node, ast.FunctionDef)}
-        assert len(functions["__init__"].body) == 1
-        assert len(functions["response_log_probs"].body) == 2  # the docstring, too
-        step = functions["train_step"].body
-        assert not any(isinstance(node, (ast.For, ast.With)) for node in step)
+        bodies = {}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                bodies[node.name] = node.body
+        assert len(bodies["__init__"]) == 1
+        assert len(bodies["response_log_probs"]) == 2  # the docstring, too
+        for node in bodies["train_step"]:
+            assert not isinstance(node, (ast.For, ast.With))
 
     def test_differs_in_the_blanks_alone(self, folder):
         """All other lines are train_math.py's, in their order; docstrings among them."""
@@ -68,15 +83,16 @@ class TestHandOut:
 
     def test_has_no_answer(self, folder):
         """No statement that is left out stands anywhere in the hand-out, the tests included."""
-        handed_out = {ast.unparse(node) for name in ("train_math.py", "test_loop.py")
-                      for node in ast.walk(ast.parse((folder / name).read_text(encoding="utf-8")))
-                      if isinstance(node, ast.stmt)}
-        answers = [ast.unparse(statement)
-                   for body in loop_homework.statements(SOURCE.splitlines()).values()
-                   for node in body for statement in ast.walk(node)
-                   if isinstance(statement, ast.stmt)]
+        handed_out = set()
+        for name in "train_math.py", "test_loop.py":
+            text = (folder / name).read_text(encoding="utf-8")
+            handed_out |= written(ast.parse(text))
+        answers = set()
+        for body in loop_homework.statements(SOURCE.splitlines()).values():
+            for node in body:
+                answers |= written(node)
         assert len(answers) > 20
-        assert not handed_out.intersection(answers)
+        assert not handed_out & answers
 
     def test_overwrites_nothing(self, tmp_path):
         (tmp_path / "gspo.py").write_text("mine")
@@ -118,9 +134,7 @@ class TestGrade:
 
     def test_of_a_file_that_does_not_load_is_a_line(self, folder):
         (folder / "broken.py").write_text("import nothing_of_this_name")
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "test_loop.py"], cwd=folder,
-            capture_output=True, text=True, env={**os.environ, "LOOP": "broken.py"})
+        done = run_tests(folder, "broken.py", "-q")
         assert done.returncode == 2
         assert "broken.py does not load: ModuleNotFoundError" in done.stdout
 
@@ -128,10 +142,8 @@ class TestGrade:
 @pytest.fixture
 def logs():
     """{what is wrong: its rollouts}, as committed."""
-    texts = {name: (find_the_bug.FOLDER / f"{letter}.jsonl").read_text()
-             for letter, name in find_the_bug.answers().items()}
-    return {name: [json.loads(line) for line in text.splitlines()][1:]
-            for name, text in texts.items()}
+    return {name: read(find_the_bug.FOLDER / f"{letter}.jsonl")[1:]
+            for letter, name in find_the_bug.answers().items()}
 
 
 class TestFindTheBug:
@@ -139,7 +151,8 @@ class TestFindTheBug:
         kept = {path.name for path in find_the_bug.FOLDER.iterdir()}
         assert kept == {"bugs.png", *(f"{letter}.jsonl" for letter in "abcdefg")}
         assert list(find_the_bug.answers()) == list("abcdefg")
-        assert set(logs) == set(list(find_the_bug.BUGS)[:7]) and "nothing" in logs
+        assert set(logs) == set(list(find_the_bug.BUGS)[:7])
+        assert "nothing" in logs
         assert all([row["step"] for row in rows] == list(range(1, 9)) for rows in logs.values())
 
     def test_gives_nothing_away_in_the_settings(self):
