@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_math  # noqa: E402
 from experiments import gsm8k  # noqa: E402
-from experiments.plot import read  # noqa: E402
+from experiments.plot import read, write  # noqa: E402
 from lesson import sums  # noqa: E402
 
 
@@ -27,7 +27,7 @@ def ask(path, model, questions, cfg):
         gold = train_math.gold_answer(row["answer"])
         rows.append({"question": row["question"], "gold": gold, "response": text,
                      "right": float(right), "in_box": float(in_box)})
-    gsm8k.write(path, rows)
+    write(path, rows)
 
 
 def main():
@@ -46,8 +46,8 @@ def main():
     before, after = (read(a.run / f"gsm8k_{when}.jsonl") for when in models)
     for when, rows in ("before", before), ("after", after):
         boxed = sum(row["in_box"] for row in rows)
-        share = "{:.1%} ({:.1%} to {:.1%})".format(*sums.share(rows))
-        print(f"{when}: right by the last number {share} of {len(rows)}, in the box {boxed:.0f}")
+        print(f"{when}: right by the last number {sums.told(rows)} of {len(rows)}; "
+              f"in the box {boxed:.0f}")
     print(f"after minus before, by the last number: {sums.gain(before, after)}")
 
 
