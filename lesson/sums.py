@@ -3,7 +3,7 @@
     python lesson/sums.py                           Qwen2.5-0.5B-Instruct, from the hub
     python lesson/sums.py --seed 1 --output_dir runs/sums_1     or any other flag of train_math.py
     python lesson/sums.py --show FOLDER             a run's table and picture again, from its logs
-    python lesson/sums.py --show FOLDER FOLDER ...  several runs in one table
+    python lesson/sums.py --show FOLDER FOLDER ...  several runs in one table and picture
 
 Word problems of one line, answered in one line; a response earns 1 if its last number is right.
 The loop is train_math.main(). After it, the untrained model and the trained one answer 256
@@ -168,43 +168,56 @@ def compare(runs):
     return "\n".join(lines) + "\n"
 
 
-def draw(answers, steps, best, path):
-    """Right samples in training, and right answers to held-out questions before and after."""
+def draw(runs, path):
+    """Right samples in training, and right answers to held-out questions before and after; each
+    run a line, {folder: load_run(folder)}, GRPO's in a colour of their own."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    axis.plot([row["step"] for row in steps], [row["reward"] for row in steps], ".-", color="gray",
-              label="samples in training")
-    for temperature, color, name in (0.0, "C0", "greedy"), (1.0, "C1", "sampled"):
-        label = f"held out, {name}"
-        for when, step in ("before", 0), ("after", len(steps)):
-            y, low, high = share(answers[when, temperature])
-            axis.errorbar(step + temperature / 5, y, [[y - low], [high - y]], fmt="s",
-                          color=color, capsize=4, label=label)
-            label = None  # once is enough
-    axis.axhline(share(answers["before", best])[0], color="C0", linestyle="--",
-                 label=f"untrained at its best, {best or 'greedy'}")
-    axis.set(xlabel="rollout", title="right, by the last number (95%)", ylim=(0, 1))
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    shown = {}
+    for i, (settings, steps, answers) in enumerate(runs.values()):
+        name = settings["algorithm"].upper()
+        color = "C1" if name == "GRPO" else "C0"
+        curve = [row["reward"] for row in steps]
+        shown[f"{name}, samples in training"], = axis.plot(
+            range(1, len(steps) + 1), curve, ".-", color=color, alpha=0.5)
+        for (when, temperature), rows in answers.items():
+            if temperature in TEMPERATURES["after"]:
+                y, low, high = share(rows)
+                after = len(steps) + 0.7 + i / 4 + temperature * (len(runs) / 4 + 0.2)
+                x, own = (after, color) if when == "after" else (0, "black")
+                shown["held out, sampled" if temperature else "held out, greedy"] = axis.errorbar(
+                    x, y, [[y - low], [high - y]], fmt="o" if temperature else "s", capsize=3,
+                    color=own)
+    best = max(share(rows)[0] for (when, _), rows in answers.items() if when == "before")
+    shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
+    axis.set(xlabel="rollout", title="right, by the last number (95%)", ylim=(0, 1),
+             xticks=range(0, len(steps) + 1, 2))
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
 
 
 def show(folders):
-    """A run's table.md and sums.png; of several, or of an unfinished one, a line is printed."""
+    """A run's table.md and sums.png; of several a line each, printed, and runs.png beside them."""
     if not folders:
         sys.exit("sums.py: --show needs the folder of a run, or several")
     runs = {folder: load_run(folder) for folder in folders}
+    finished = {folder: run for folder, run in runs.items()
+                if not any(missing(folder / f"{when}.jsonl") for when in TEMPERATURES)}
     folder = folders[0]
-    if len(runs) > 1 or any(missing(folder / f"{when}.jsonl") for when in TEMPERATURES):
-        return print(compare(runs))
+    if len(runs) > 1 or not finished:
+        print(compare(runs))
+        if finished:
+            draw(finished, folder.parent / "runs.png")
+        return
     _, steps, answers = runs[folder]
     best = max(TEMPERATURES["before"], key=lambda x: share(answers["before", x]))
     text = table(answers, steps, best)
     (folder / "table.md").write_text(text, encoding="utf-8")
-    draw(answers, steps, best, folder / "sums.png")
+    draw(runs, folder / "sums.png")
     print(text)
 
 
