@@ -1,27 +1,31 @@
-"""GSPO against its rivals, on tasks that a CPU core trains in half a minute: every arm from three cold
-starts, on train_math.train, into which the rival's pieces (rival_parts.py) are passed.
+"""GSPO against its rivals, on tasks that a CPU core trains in half a minute: every arm from three
+cold starts, on train_math.train, into which the rival's pieces (rival_parts.py) are passed.
 
-    python experiments/rivals.py factorial      # which part of GSPO helps? the centre
-    python experiments/rivals.py NAME           # one of the others below; `all` for all of them
-    python experiments/rivals.py ratios         # the ratios of one rollout, and both clip ranges (ratios.py)
-    python experiments/rivals.py exact          # no training: exact gradients of an enumerable policy (exact.py)
+    python experiments/rivals.py factorial   # which part of GSPO helps? the centre
+    python experiments/rivals.py NAME        # one of the others below; `all` for all of them
+    python experiments/rivals.py ratios      # the ratios of one rollout, and both clip ranges
+    python experiments/rivals.py exact       # no training: gradients of an enumerable policy
 
-Runs are kept in results/rivals/runs.jsonl, a line each, and none is run twice: an interrupted experiment goes
-on where it stopped, arms that two experiments share are run once, and what comes with this repository is
-drawn, not trained. --results FOLDER starts with none: do so after any change of a setting or a piece. An
-experiment ends with NAME.md and NAME.png beside runs.jsonl. Cold starts are kept in runs/rivals."""
+Runs are kept in results/rivals/runs.jsonl, a line each, and none is run twice: an interrupted
+experiment goes on where it stopped, arms that two experiments share are run once, and what comes
+with this repository is drawn, not trained. --results FOLDER starts with none: do so after any
+change of a setting or a piece. An experiment ends with NAME.md and NAME.png beside runs.jsonl. Cold
+starts are kept in runs/rivals. ratios.py and exact.py have two of the questions to themselves."""
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import statistics
 import sys
+from collections import namedtuple
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,29 +38,9 @@ from gspo import grpo_loss, gspo_token_loss  # noqa: E402
 from lesson import tiny  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, COLD = ROOT / "experiments" / "results" / "rivals", ROOT / "runs" / "rivals"
+RESULTS = ROOT / "experiments" / "results" / "rivals"
+COLD = ROOT / "runs" / "rivals"
 PRECISION = RESULTS.parent / "precision"
-COMMON = dict(output_dir=None, device="cpu", instruction="", prompts_per_step=16, group_size=8,
-              minibatches=4, rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
-LONG = dict(max_completion_length=210, learning_rate=3e-4)
-CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
-TASKS = {"long": (tiny_model, parts.long_cold_start, parts.long_questions, LONG),
-         "short": (tiny_model, parts.short_cold_start, parts.short_questions,
-                   dict(max_completion_length=40, learning_rate=8e-5)),
-         "long_moe": (parts.moe, parts.long_cold_start, parts.long_questions, LONG),
-         "unfinished": (tiny_model, partial(parts.long_cold_start, sloppy=False), parts.long_questions, LONG)}
-TASKS |= {f"{tokens} tokens": (tiny_model, partial(parts.long_cold_start, least=least, most=most),
-                               partial(parts.long_questions, least=least, most=most),
-                               dict(max_completion_length=6 * most + 18, learning_rate=3e-4))
-          for tokens, (least, most) in CHAINS.items()}
-TASKS["unfinished, 60 tokens"] = (tiny_model, partial(parts.long_cold_start, least=7, most=11, sloppy=False),
-                                  *TASKS["60 tokens"][2:])
-TASKS["two turns"] = (tiny_model, partial(parts.long_cold_start, least=7, most=11, turns=2),
-                      partial(parts.two_turn_questions, least=7, most=11), TASKS["60 tokens"][-1])
-# The lesson's small world: a cold start is a world, and tiny.py makes it.
-TASKS["world"] = (None, None, parts.world_questions,
-                  dict(max_completion_length=108, learning_rate=3e-4, group_size=16,
-                       minibatches=8, max_steps=16, rollout_rows=256))
 STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # cold starts: the t of a 95% interval
 # No interval is narrower. Three cold starts may agree by luck: differences between arms above .75
 # have a pooled standard deviation of .053 (135 of them). Six: sampling 256 answers makes .02.
@@ -64,50 +48,141 @@ NARROWEST = {3: 0.06, 6: 0.02}
 KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm",
         "seconds", "seconds_rollout")
 
-# ---- the experiments: {panel: {label: arm}} ----------------------------------------------------------------
+# ---- the tasks -----------------------------------------------------------------------------------
 
-GSPO, GRPO = "gspo", "grpo"
+COMMON = dict(output_dir=None, device="cpu", instruction="", prompts_per_step=16, group_size=8,
+              minibatches=4, rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
+CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
+
+# make(tokenizer, seed) is a model, teach(model, tokenizer, seed) its cold start;
+# questions(seed, n), also of "held out" and "probe"; settings beside COMMON.
+Task = namedtuple("Task", "make teach questions settings")
+
+
+def chains(least=20, most=32, make=tiny_model, questions=parts.long_questions, **taught):
+    """Chains of so many sums, 6 tokens each."""
+    return Task(
+        make,
+        partial(parts.long_cold_start, least=least, most=most, **taught),
+        partial(questions, least=least, most=most),
+        dict(max_completion_length=6 * most + 18, learning_rate=3e-4),
+    )
+
+
+TASKS = {
+    "long": chains(),
+    "long_moe": chains(make=parts.moe),
+    "unfinished": chains(sloppy=False),
+    "unfinished, 60 tokens": chains(*CHAINS[60], sloppy=False),
+    "two turns": chains(*CHAINS[60], questions=parts.two_turn_questions, turns=2),
+    "short": Task(
+        tiny_model,
+        parts.short_cold_start,
+        parts.short_questions,
+        dict(max_completion_length=40, learning_rate=8e-5),
+    ),
+    # The lesson's small world: a cold start is a world, and tiny.py makes it.
+    "world": Task(
+        None,
+        None,
+        parts.world_questions,
+        dict(max_completion_length=108, learning_rate=3e-4, group_size=16, minibatches=8,
+             max_steps=16, rollout_rows=256),
+    ),
+}
+TASKS |= {f"{tokens} tokens": chains(*steps) for tokens, steps in CHAINS.items()}
+
+# ---- the experiments: {panel: {label: arm}} ------------------------------------------------------
+
+GSPO = "gspo"
+GRPO = "grpo"
+BEST = {GSPO: 0.003, GRPO: 0.1}  # of clip_range, on the long task
 
 
 def arm(algorithm, eps, task="long", epochs=4, **pieces):
-    """What sets a run apart, for JSON. eps is the lower clip range; the upper is 4/3 of it, as in GSPO's
-    paper."""
+    """What sets a run apart, for JSON. eps is the lower clip range; the upper is 4/3 of it, as in
+    GSPO's paper."""
     return {"task": task, "algorithm": algorithm, "eps": eps, "epochs": epochs, **pieces}
 
 
-def factorial(sequence, token, **more):
-    """gate x weight. The algorithm says which ratio the metrics describe; .99 is a clip range that nothing leaves."""
-    arms, names = {}, {("sequence", "sequence"): " (GSPO)", ("token", "token"): " (GRPO)"}
-    for gate, algorithm, eps in (("sequence", GSPO, sequence), ("token", GRPO, token), ("one", GSPO, 0.99)):
-        for weight, cap in (("sequence", None), ("one", None), ("token", 2), ("token", None)):
-            name = "" if cap else names.get((weight, gate), "")
-            shown = {"sequence": "s", "one": "1"}.get(weight, weight) + ", at most 2" * bool(cap)
-            label = f"{'no' if gate == 'one' else gate} gate, weight {shown}{name}"
-            arms[label] = arm(algorithm, eps, **({} if name else {"loss": [weight, gate, cap]}), **more)
-    return arms
+def no_gate(weight, *how, **more):
+    """.99 is a clip range that nothing leaves."""
+    return arm(GSPO, 0.99, loss=[weight, "one", None, *how], **more)
 
 
-def gate(eps, **more):
-    """GSPO's gate on one side; and as many responses as it would take out of each minibatch, but others, at random."""
-    losses = {"only those of A < 0": ["below"], "only those of A > 0": ["above"],
-              "as many of each sign of A, at random": ["both", "sign"], "as many, at random": ["both", "all"]}
-    return {"what GSPO drops": arm(GSPO, eps, **more)} | {
-        label: arm(GSPO, eps, loss=["sequence", "sequence", None, *how], **more) for label, how in losses.items()} | {
-        "nothing": arm(GSPO, 0.99, loss=["sequence", "one", None], **more)}
+NO_GATE = no_gate("one")
 
 
 def both(gspo, grpo, label="", **more):
     return {f"GSPO{label}": arm(GSPO, gspo, **more), f"GRPO{label}": arm(GRPO, grpo, **more)}
 
 
+def ranges(algorithm, values, label="", **more):
+    """An arm for each clip range."""
+    return {f"{label}{eps:g}": arm(algorithm, eps, **more) for eps in values}
+
+
+def ranges_of_both(gspo, grpo, **more):
+    return ranges(GSPO, gspo, "GSPO ", **more) | ranges(GRPO, grpo, "GRPO ", **more)
+
+
+def factorial(sequence, token, **more):
+    """gate x weight. The algorithm says which ratio the metrics describe."""
+    gates = {"sequence": (GSPO, sequence), "token": (GRPO, token), "one": (GSPO, 0.99)}
+    weights = {
+        "s": ("sequence", None),
+        "1": ("one", None),
+        "token, at most 2": ("token", 2),
+        "token": ("token", None),
+    }
+    arms = {}
+    for gate, (algorithm, eps) in gates.items():
+        for shown, (weight, cap) in weights.items():
+            label = f"{gate} gate, weight {shown}".replace("one", "no")
+            if weight == gate != "one" and not cap:
+                arms[f"{label} ({algorithm.upper()})"] = arm(algorithm, eps, **more)
+            else:
+                arms[label] = arm(algorithm, eps, loss=[weight, gate, cap], **more)
+    return arms
+
+
+def gate(eps, **more):
+    """GSPO's gate on one side; and as many responses as it would take out of each minibatch, but
+    others, at random."""
+    def dropped(*how):
+        return arm(GSPO, eps, loss=["sequence", "sequence", None, *how], **more)
+
+    return {
+        "what GSPO drops": arm(GSPO, eps, **more),
+        "only those of A < 0": dropped("below"),
+        "only those of A > 0": dropped("above"),
+        "as many of each sign of A, at random": dropped("both", "sign"),
+        "as many, at random": dropped("both", "all"),
+        "nothing": no_gate("sequence", **more),
+    }
+
+
+def pushed_down(spec, ratio, *shares):
+    """An arm whose weight and gate are this ratio, and the same where an A < 0 counts less."""
+    arms = {"A < 0 times 1": spec}
+    for x in shares:
+        arms[f"A < 0 times {x:g}"] = spec | {"loss": [ratio, ratio, None, "both", None, x]}
+    return arms
+
+
+def without_gate_pushed_down(**more):
+    return {"GSPO, with its gate": arm(GSPO, 0.003, **more)} | pushed_down(
+        no_gate("one", **more), "one", 0.5, 0.36, 0.25, 0)
+
+
 def opening(gspo, grpo, **more):
     """The arms that the lab's opening speaks of."""
-    weigh = ["one", "one", None]
     return both(gspo, grpo, **more) | {
         "GSPO's gate, weight 1": arm(GSPO, gspo, loss=["one", "sequence", None], **more),
         "GRPO's gate, weight s": arm(GRPO, grpo, loss=["sequence", "token", None], **more),
-        "no gate, weight 1": arm(GSPO, 0.99, loss=weigh, **more),
-        "no gate, A < 0 dropped": arm(GSPO, 0.99, loss=[*weigh, "both", None, 0], **more)}
+        "no gate, weight 1": no_gate("one", **more),
+        "no gate, A < 0 dropped": no_gate("one", "both", None, 0, **more),
+    }
 
 
 def after(name, eps, **more):
@@ -115,8 +190,6 @@ def after(name, eps, **more):
     return arm(GSPO, eps, successor=name, **more)
 
 
-BEST = dict(gspo=0.003, grpo=0.1)  # of clip_range, on the long task
-NO_GATE = arm(GSPO, 0.99, loss=["one", "one", None])
 SUCCESSORS = {  # the first: of the paper or, if it tells none, in use
     "sapo": ([1.05, 1.0], [5.25, 5], [21, 20], [84, 80]),
     "cispo": ([1, 5.0], [1, 1.0], [1, 0.28], [1, 0.1]),
@@ -124,147 +197,251 @@ SUCCESSORS = {  # the first: of the paper or, if it tells none, in use
     "fspo": ([0.03, 0.03], [0.01, 0.01], [0.1, 0.1], [0.3, 0.3]),
     "luspo": ([2e-3, 2.5e-3], [3e-4, 4e-4], [6e-3, 8e-3], [0.02, 0.027]),
     "dapo": ([0.2, 0.28], [0.1, 0.14], [0.05, 0.07], [0.5, 0.7]),
-    "dr_grpo": ([0.2, 0.2], [0.1, 0.1], [0.05, 0.05], [0.5, 0.5])}
+    "dr_grpo": ([0.2, 0.2], [0.1, 0.1], [0.05, 0.05], [0.5, 0.5]),
+}
+
+
+def all_after(gspo, grpo, **more):
+    arms = both(gspo, grpo, **more)
+    for name, (eps, *_) in SUCCESSORS.items():
+        arms[name.upper().replace("DR_", "Dr. ")] = after(name, eps, **more)
+    return arms
+
+
+def gate_or_later(**more):
+    return {
+        "GSPO": arm(GSPO, 0.003, **more),
+        "no gate": no_gate("one", **more),
+        "SAPO": after("sapo", [1.05, 1.0], **more),
+        "CISPO": after("cispo", [1, 5.0], **more),
+    }
+
+
+def noisy(**more):
+    arms = {"0": arm(GSPO, 0.003, **more)}
+    for deviation in (0.003, 0.01, 0.03, 0.1, 0.3, 1):
+        arms[f"{deviation:g}"] = arm(GSPO, 0.003, noise=deviation, **more)
+    return arms
+
+
+def credit(eps, **more):
+    return {
+        "GSPO, one reward": arm(GSPO, eps, **more),
+        "GSPO-token, one reward": arm("gspo_token", eps, **more),
+        "GSPO-token, each step its own": arm("gspo_token", eps, step_rewards="own", **more),
+        "GSPO-token, own + one reward": arm("gspo_token", eps, step_rewards="both", **more),
+    }
+
+
+def engine(kind):
+    """Old log-probs recomputed by the training forward, or those that the engine reports."""
+    return {
+        **both(**BEST),
+        **both(**BEST, label=", recomputed", engine=[kind, False]),
+        **both(**BEST, label=", the engine's", engine=[kind, True]),
+        "GSPO at 3e-4, the engine's": arm(GSPO, 3e-4, engine=[kind, True]),
+    }
+
+
+def corrected(algorithm, kind, *ways):
+    arms = {"recomputed": arm(algorithm, BEST[algorithm], engine=[kind, False])}
+    for way in ways:
+        arms[f"recomputed {way}"] = arm(algorithm, BEST[algorithm], engine=[kind, False, way])
+    return arms
+
+
 WORLD = {32: {"epochs": 4}, 4: {"epochs": 1, "minibatches": 4}}  # updates a rollout
 EXPERIMENTS = {
     "clip_range": {
-        f"{algorithm.upper()}'s clip range, {task} responses" + ", 1 epoch" * (epochs == 1): {
-            f"{e:g}": arm(algorithm, e, task, epochs) for e in ranges}
-        for algorithm, task, epochs, ranges in ((GSPO, "long", 4, (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2)),
-                                                (GRPO, "long", 4, (3e-4, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.5)),
-                                                (GSPO, "long", 1, (3e-4, 1e-3, 3e-3, 0.01, 0.03)),
-                                                (GRPO, "long", 1, (0.01, 0.03, 0.1, 0.2, 0.5)),
-                                                (GSPO, "short", 4, (3e-4, 3e-3, 0.01, 0.03, 0.1)),
-                                                (GRPO, "short", 4, (3e-4, 0.03, 0.1, 0.2, 0.5)))},
+        "GSPO's clip range, long responses": ranges(
+            GSPO, (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2)),
+        "GRPO's clip range, long responses": ranges(
+            GRPO, (3e-4, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.5)),
+        "GSPO's clip range, long responses, 1 epoch": ranges(
+            GSPO, (3e-4, 1e-3, 3e-3, 0.01, 0.03), epochs=1),
+        "GRPO's clip range, long responses, 1 epoch": ranges(
+            GRPO, (0.01, 0.03, 0.1, 0.2, 0.5), epochs=1),
+        "GSPO's clip range, short responses": ranges(
+            GSPO, (3e-4, 3e-3, 0.01, 0.03, 0.1), task="short"),
+        "GRPO's clip range, short responses": ranges(
+            GRPO, (3e-4, 0.03, 0.1, 0.2, 0.5), task="short"),
+    },
     "factorial": {
         "long responses, 4 epochs a rollout": factorial(0.003, 0.1),
         "the same, 1 epoch a rollout": factorial(0.003, 0.1, epochs=1),
-        "short responses, 4 epochs": factorial(0.03, 0.2, task="short")},
-    "gate": {"long responses, 4 epochs: dropped": gate(0.003), "1 epoch": gate(0.003, epochs=1),
-             "short, 4 epochs": gate(0.03, task="short")},
+        "short responses, 4 epochs": factorial(0.03, 0.2, task="short"),
+    },
+    "gate": {
+        "long responses, 4 epochs: dropped": gate(0.003),
+        "1 epoch": gate(0.003, epochs=1),
+        "short, 4 epochs": gate(0.03, task="short"),
+    },
     "negatives": {
-        "no gate, weight 1" + ended: {
-            "GSPO, with its gate": arm(GSPO, 0.003, **more), "A < 0 times 1": {**NO_GATE, **more}} | {
-            f"A < 0 times {x:g}": arm(GSPO, 0.99, loss=["one", "one", None, "both", None, x], **more)
-            for x in (0.5, 0.36, 0.25, 0)}
-        for ended, more in (("", {}), (", 1 epoch", {"epochs": 1}))} | {
-        "GRPO's gate and weight" + ended: {"A < 0 times 1": arm(GRPO, 0.1, **more)} | {
-            f"A < 0 times {x:g}": arm(GRPO, 0.1, loss=["token", "token", None, "both", None, x], **more)
-            for x in (0.25, 0)}
-        for ended, more in (("", {}), (", 1 epoch", {"epochs": 1}))},
-    "successors_range": {name: {str(eps): after(name, eps) for eps in ranges} for name, ranges in SUCCESSORS.items()},
-    "successors": {panel: both(*ranges, **more) | {
-        name.upper().replace("DR_", "Dr. "): after(name, eps, **more) for name, (eps, *_) in SUCCESSORS.items()}
-        for panel, ranges, more in (("long responses, 4 epochs a rollout", BEST.values(), {}),
-                                    ("the same, 1 epoch a rollout", BEST.values(), {"epochs": 1}),
-                                    ("short responses, 4 epochs", (0.03, 0.2), {"task": "short"}))},
-    "norm": {"long responses, 4 epochs": {
-        "GSPO": arm(GSPO, [2e-3, 2.5e-3]),
-        "GSPO times 200": after("gspo_200", [2e-3, 2.5e-3]),
-        "LUSPO": after("luspo", [2e-3, 2.5e-3]),
-        "LUSPO over 200": after("luspo_200", [2e-3, 2.5e-3]),
-        "FSPO": after("fspo", [0.03, 0.03]),
-        "FSPO over 200": after("fspo_200", [0.03, 0.03])}},
-    "lower_rates": {f"learning rate {rate:g}": {
-        "GSPO": arm(GSPO, 0.003, **more),
-        "no gate": {**NO_GATE, **more},
-        "SAPO": after("sapo", [1.05, 1.0], **more),
-        "CISPO": after("cispo", [1, 5.0], **more)}
-        for rate, more in ((3e-4, {}),
-                           (1e-4, {"learning_rate": 1e-4}),
-                           (3e-5, {"learning_rate": 3e-5}))},
+        "no gate, weight 1": without_gate_pushed_down(),
+        "no gate, weight 1, 1 epoch": without_gate_pushed_down(epochs=1),
+        "GRPO's gate and weight": pushed_down(arm(GRPO, 0.1), "token", 0.25, 0),
+        "GRPO's gate and weight, 1 epoch": pushed_down(
+            arm(GRPO, 0.1, epochs=1), "token", 0.25, 0),
+    },
+    "successors_range": {
+        name: {str(eps): after(name, eps) for eps in values}
+        for name, values in SUCCESSORS.items()
+    },
+    "successors": {
+        "long responses, 4 epochs a rollout": all_after(**BEST),
+        "the same, 1 epoch a rollout": all_after(**BEST, epochs=1),
+        "short responses, 4 epochs": all_after(0.03, 0.2, task="short"),
+    },
+    "norm": {
+        "long responses, 4 epochs": {
+            "GSPO": arm(GSPO, [2e-3, 2.5e-3]),
+            "GSPO times 200": after("gspo_200", [2e-3, 2.5e-3]),
+            "LUSPO": after("luspo", [2e-3, 2.5e-3]),
+            "LUSPO over 200": after("luspo_200", [2e-3, 2.5e-3]),
+            "FSPO": after("fspo", [0.03, 0.03]),
+            "FSPO over 200": after("fspo_200", [0.03, 0.03]),
+        },
+    },
+    "lower_rates": {
+        "learning rate 0.0003": gate_or_later(),
+        "learning rate 0.0001": gate_or_later(learning_rate=1e-4),
+        "learning rate 3e-05": gate_or_later(learning_rate=3e-5),
+    },
     "greedy": {"long responses, 4 epochs": {**both(0.01, 0.1), "no gate": NO_GATE}},
     "open": {  # not run yet
         "60 tokens, 100 rollouts": {
-            "GSPO without its clip": arm(GSPO, 0.99, "unfinished, 60 tokens", max_steps=100,
-                                         learning_rate=3e-4, loss=["sequence", "one", None])},
+            "GSPO without its clip": no_gate(
+                "sequence", task="unfinished, 60 tokens", max_steps=100, learning_rate=3e-4),
+        },
         "beyond the grid's edge": {
             "SAPO": after("sapo", [336, 320]),
             "CISPO": after("cispo", [1, 0.03]),
-            "DAPO": after("dapo", [0.99, 1.4])}},
+            "DAPO": after("dapo", [0.99, 1.4]),
+        },
+    },
     "world_range": {  # few updates: an epoch of four, as in the paper; many: four of eight
-        f"{algorithm.upper()}, {updates} updates a rollout": {
-            f"{eps:g}": arm(algorithm, eps, "world", **more) for eps in ranges}
+        f"{algorithm.upper()}, {updates} updates a rollout": ranges(
+            algorithm, values, task="world", **more)
         for updates, more in WORLD.items()
-        for algorithm, ranges in ((GSPO, (3e-4, 3e-3, 0.01, 0.03, 0.1)), (GRPO, (0.05, 0.1, 0.2, 0.4, 0.8)))},
+        for algorithm, values in (
+            (GSPO, (3e-4, 3e-3, 0.01, 0.03, 0.1)),
+            (GRPO, (0.05, 0.1, 0.2, 0.4, 0.8)),
+        )
+    },
     "world": {"32 updates a rollout": opening(0.03, 0.4, task="world", **WORLD[32])},
     "world_few": {"4 updates a rollout": opening(0.03, 0.4, task="world", **WORLD[4])},
     "noise": {
-        f"{epochs} epoch{'s' * (epochs > 1)}, noise on log s in the gate": {
-            f"{sd:g}": arm(GSPO, 0.003, epochs=epochs, **({"noise": sd} if sd else {}))
-            for sd in (0, 0.003, 0.01, 0.03, 0.1, 0.3, 1)} for epochs in (4, 1)} | {
-        "training forward in bf16": both(**BEST, autocast=True) | {"GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True)}},
-    "length": {f"{tokens} tokens": {
-        f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, f"{tokens} tokens")
-        for algorithm, ranges in ((GSPO, (0.001, 0.003, 0.01, 0.03)), (GRPO, (0.03, 0.1, 0.2, 0.5)))
-        for eps in ranges} for tokens in CHAINS},
-    "unfinished": {"40 rollouts": both(**BEST, task="unfinished", max_steps=40),
-                   "60 tokens, 100 rollouts, learning rate 1e-3": both(
-                       **BEST, task="unfinished, 60 tokens", max_steps=100, learning_rate=1e-3)},
-    "unfinished_60": {"60 tokens, 100 rollouts, lower clip range": {
-        f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, "unfinished, 60 tokens", max_steps=100, learning_rate=3e-4)
-        for algorithm, eps in ((GSPO, 0.003), (GSPO, 0.01), (GRPO, 0.1), (GRPO, 0.2))}},
-    "collapse": {"from a policy that a run without a gate has ruined": both(**BEST, first=NO_GATE),
-                 "from GSPO's policy": {"no gate": {**NO_GATE, "first": arm(GSPO, 0.003)}}},
-    "corrected": {f"{algorithm.upper()}, {name}": {
-        " ".join(["recomputed", *way]): arm(algorithm, BEST[algorithm], engine=[kind, False, *way]) for way in ways}
-        for name, kind, ways in (("8-bit weights", "float8", ((), ("tis",))),
-                                 ("4 rollouts old", "stale", ((), ("tis",), ("icepop",)))) for algorithm in BEST},
+        "4 epochs, noise on log s in the gate": noisy(),
+        "1 epoch, noise on log s in the gate": noisy(epochs=1),
+        "training forward in bf16": {
+            **both(**BEST, autocast=True),
+            "GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True),
+        },
+    },
+    "length": {
+        f"{tokens} tokens": ranges_of_both(
+            (0.001, 0.003, 0.01, 0.03), (0.03, 0.1, 0.2, 0.5), task=f"{tokens} tokens")
+        for tokens in CHAINS
+    },
+    "unfinished": {
+        "40 rollouts": both(**BEST, task="unfinished", max_steps=40),
+        "60 tokens, 100 rollouts, learning rate 1e-3": both(
+            **BEST, task="unfinished, 60 tokens", max_steps=100, learning_rate=1e-3),
+    },
+    "unfinished_60": {
+        "60 tokens, 100 rollouts, lower clip range": ranges_of_both(
+            (0.003, 0.01), (0.1, 0.2), task="unfinished, 60 tokens", max_steps=100,
+            learning_rate=3e-4),
+    },
+    "collapse": {
+        "from a policy that a run without a gate has ruined": both(**BEST, first=NO_GATE),
+        "from GSPO's policy": {"no gate": no_gate("one", first=arm(GSPO, 0.003))},
+    },
+    "corrected": {
+        "GSPO, 8-bit weights": corrected(GSPO, "float8", "tis"),
+        "GRPO, 8-bit weights": corrected(GRPO, "float8", "tis"),
+        "GSPO, 4 rollouts old": corrected(GSPO, "stale", "tis", "icepop"),
+        "GRPO, 4 rollouts old": corrected(GRPO, "stale", "tis", "icepop"),
+    },
     "cold_starts": {  # the ranges that clip_range chooses on other questions, and the papers'
-        "4 epochs, ranges chosen": both(0.01, 0.1), "1 epoch, ranges chosen": both(0.01, 0.2, epochs=1),
-        "4 epochs, the papers' ranges": both(3e-4, 0.2), "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1),
-        "1 epoch, early ranges": both(**BEST, epochs=1)},
-    "learning_rate": {"learning rate 1e-4": both(**BEST, learning_rate=1e-4), "3e-4": both(**BEST),
-                      "6e-4": both(**BEST, learning_rate=6e-4)},
-    "long_run": {"40 rollouts, lower clip range": {
-        f"{algorithm.upper()} {eps:g}": arm(algorithm, eps, max_steps=40)
-        for algorithm, eps in ((GSPO, 0.003), (GSPO, 3e-4), (GRPO, 0.1), (GRPO, 0.2))}},
-    "critic": {"": both(**BEST) | {f"PPO, critic, GAE {lam:g}": arm(GRPO, BEST["grpo"], critic=lam)
-                                   for lam in (1, 0.95)}},
-    "advantages": {"": both(**BEST) | {
-        "reward-weighted regression": arm(GSPO, 0.003, advantages="softmax_advantages"),
-        "best of n": arm(GSPO, 0.003, advantages="best_of_n_advantages")}},
-    "credit": {name: {"GSPO, one reward": arm(GSPO, eps, **more),
-                      "GSPO-token, one reward": arm("gspo_token", eps, **more),
-                      "GSPO-token, each step its own": arm("gspo_token", eps, step_rewards="own", **more),
-                      "GSPO-token, own + one reward": arm("gspo_token", eps, step_rewards="both", **more)}
-               for name, eps, more in (("long responses", 0.003, {}),
-                                       ("short responses", 0.03, {"task": "short"}))},
-    "turns": {"": {name: arm(algorithm, eps, "two turns", turns=turns) for name, algorithm, eps, turns in (
-        ("GSPO, one reward", GSPO, 0.003, "one"), ("GSPO-token, each turn its own", "gspo_token", 0.003, "own"),
-        ("GRPO, one reward", GRPO, 0.1, "one"), ("GRPO, each turn its own", GRPO, 0.1, "own"))}},
-    "moe": {"": {**both(**BEST, task="long_moe", replay=False),
-                 **both(**BEST, label=", Routing Replay", task="long_moe", replay=True)}},
-    "engine": {name: both(**BEST) | both(**BEST, label=", recomputed", engine=[kind, False])
-               | both(**BEST, label=", the engine's", engine=[kind, True])
-               | {"GSPO at 3e-4, the engine's": arm(GSPO, 3e-4, engine=[kind, True])}
-               for name, kind in (("bf16 sampler", "bf16"), ("8-bit weights", "float8"),
-                                  ("4 rollouts old", "stale"))}}
+        "4 epochs, ranges chosen": both(0.01, 0.1),
+        "1 epoch, ranges chosen": both(0.01, 0.2, epochs=1),
+        "4 epochs, the papers' ranges": both(3e-4, 0.2),
+        "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1),
+        "1 epoch, early ranges": both(**BEST, epochs=1),
+    },
+    "learning_rate": {
+        "learning rate 1e-4": both(**BEST, learning_rate=1e-4),
+        "3e-4": both(**BEST),
+        "6e-4": both(**BEST, learning_rate=6e-4),
+    },
+    "long_run": {
+        "40 rollouts, lower clip range": ranges_of_both((0.003, 3e-4), (0.1, 0.2), max_steps=40),
+    },
+    "critic": {
+        "": {
+            **both(**BEST),
+            "PPO, critic, GAE 1": arm(GRPO, 0.1, critic=1),
+            "PPO, critic, GAE 0.95": arm(GRPO, 0.1, critic=0.95),
+        },
+    },
+    "advantages": {
+        "": {
+            **both(**BEST),
+            "reward-weighted regression": arm(GSPO, 0.003, advantages="softmax_advantages"),
+            "best of n": arm(GSPO, 0.003, advantages="best_of_n_advantages"),
+        },
+    },
+    "credit": {
+        "long responses": credit(0.003),
+        "short responses": credit(0.03, task="short"),
+    },
+    "turns": {
+        "": {
+            "GSPO, one reward": arm(GSPO, 0.003, "two turns", turns="one"),
+            "GSPO-token, each turn its own": arm("gspo_token", 0.003, "two turns", turns="own"),
+            "GRPO, one reward": arm(GRPO, 0.1, "two turns", turns="one"),
+            "GRPO, each turn its own": arm(GRPO, 0.1, "two turns", turns="own"),
+        },
+    },
+    "moe": {
+        "": {
+            **both(**BEST, task="long_moe", replay=False),
+            **both(**BEST, label=", Routing Replay", task="long_moe", replay=True),
+        },
+    },
+    "engine": {
+        "bf16 sampler": engine("bf16"),
+        "8-bit weights": engine("float8"),
+        "4 rollouts old": engine("stale"),
+    },
+}
 
-# ---- one run -----------------------------------------------------------------------------------------------
+# ---- one run -------------------------------------------------------------------------------------
 
 
 def settings_of(task):
-    return train_math.Settings(**COMMON | TASKS[task][-1])
+    return train_math.Settings(**COMMON | TASKS[task].settings)
 
 
 def cold_folder(task, cold):
-    return tiny.world(cold, ROOT / "runs") / "model" if task == "world" else COLD / f"{task}-{cold}"
+    if task == "world":
+        return tiny.world(cold, ROOT / "runs") / "model"
+    return COLD / f"{task}-{cold}"
 
 
 def cold_start(task, cold):
     """Make the folder of a cold start, unless it is there.
 
     Returns its accuracy by temperature, 0 being greedy."""
-    make, teach, _, _ = TASKS[task]
     folder = cold_folder(task, cold)
     if task == "world":
         return json.loads((folder.parent / "start.json").read_text())
     if not folder.exists():
         torch.set_num_threads(1)
         tokenizer = tiny_tokenizer()
-        model = make(tokenizer, cold)
-        teach(model, tokenizer, cold)
+        model = TASKS[task].make(tokenizer, cold)
+        TASKS[task].teach(model, tokenizer, cold)
         right = {t: accuracy(model, tokenizer, task, cold, temperature=t)
                  for t in (1.0, 0.6, 0.3, 0.0)}
         aside = folder.with_name(folder.name + ".partial")
@@ -279,7 +456,7 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
     """Share of right answers to 256 questions: "held out", which RL never sees, or others, to
     choose ranges by."""
     torch.manual_seed(cold)
-    questions = TASKS[task][2](name, 256)
+    questions = TASKS[task].questions(name, 256)
     cfg = settings_of(task)
     cfg.rollout_rows *= cfg.group_size  # 128 questions at once
     if task == "two turns":
@@ -292,9 +469,8 @@ def one_rollout(cold):
     """What ratios.py asks for: the responses of one rollout on the long task, after four optimizer
     steps."""
     cold_start("long", cold)
-    cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=BEST["gspo"],
-                  eps_high=0.004)
-    model, tokenizer = train_math.load(COLD / f"long-{cold}", "cpu")
+    cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=0.003, eps_high=0.004)
+    model, tokenizer = train_math.load(cold_folder("long", cold), "cpu")
     questions = parts.long_questions(cfg.seed, cfg.prompts_per_step)
     return cfg.seed, ratios.after_one_rollout(model, tokenizer, questions, cfg)
 
@@ -343,13 +519,10 @@ def train(spec, model, tokenizer, seed):
     """Train one arm. Returns its rows of metrics, and its RoutingReplay if it has one."""
     names = "algorithm", "epochs", "minibatches", "learning_rate", "max_steps"
     own = {name: spec[name] for name in names if name in spec}
-    low = high = spec["eps"]
-    if isinstance(low, list):
-        low, high = low
-    else:
-        high = float(f"{low * 4 / 3:.2g}")
+    eps = spec["eps"]
+    low, high = eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
     cfg = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
-    questions = TASKS[spec["task"]][2](seed, cfg.prompts_per_step * cfg.max_steps)
+    questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
     pieces = pieces_of(spec, model, tokenizer)
     rows = train_math.train(cfg, model, tokenizer, questions, **pieces)
     replay = pieces["response_log_probs"].__self__ if "replay" in spec else None
@@ -359,7 +532,8 @@ def train(spec, model, tokenizer, seed):
 def run(spec, cold, seed):
     """Train one arm from a cold start, or after another arm; the line of runs.jsonl."""
     torch.set_num_threads(1)
-    start, task = cold_start(spec["task"], cold), spec["task"]
+    task = spec["task"]
+    start = cold_start(task, cold)
     row = {"arm": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start}
     model, tokenizer = train_math.load(cold_folder(task, cold), "cpu")
     try:
@@ -373,157 +547,163 @@ def run(spec, cold, seed):
     row["probe"] = accuracy(model, tokenizer, task, cold, "probe")
     row["greedy"] = accuracy(model, tokenizer, task, cold, temperature=0.0)
     for name in KEPT:
-        row[name] = [None if step[name] is None else float(f"{step[name]:.4g}") for step in steps]
+        row[name] = [four_digits(step[name]) for step in steps]
     if replay:
-        row["experts_changed"] = [float(f"{x:.4g}") for x in replay.changed if x > 0]
+        row["experts_changed"] = [four_digits(x) for x in replay.changed if x > 0]
     return row
 
 
-# ---- all runs of an experiment -----------------------------------------------------------------------------
+def four_digits(x):
+    return None if x is None else float(f"{x:.4g}")
 
 
-def cold_start_of(arguments):
-    return cold_start(*arguments)
+# ---- all runs of an experiment -------------------------------------------------------------------
 
 
-def run_of(arguments):
-    return run(*arguments)
+def missing(arms, colds, seeds, path):
+    """What run() is still to be given, each once."""
+    there = [(row["arm"], row["cold"], row["seed"]) for row in read(path)]
+    wanted = []
+    for k, cold, spec in itertools.product(range(seeds), range(colds), arms):
+        job = spec, cold, 100 * cold + k
+        if job not in there + wanted:
+            wanted.append(job)
+    return wanted
+
+
+def call(job):
+    function, *arguments = job
+    return function(*arguments)
 
 
 def run_all(arms, colds, seeds, jobs, path):
-    """Cold starts and runs that are not there yet, on `jobs` processes. Returns the rows of these arms, from all
-    seeds that every one of them has."""
-    wanted = [(spec, cold, 100 * cold + k) for k in range(seeds) for cold in range(colds) for spec in arms]
-    there = [(row["arm"], row["cold"], row["seed"]) for row in read(path)]
-    missing = [w for i, w in enumerate(wanted) if w not in there + wanted[:i]]
-    if missing:
-        starts = sorted({(spec["task"], cold) for spec, cold, _ in missing})
+    """Cold starts and runs that are not there yet, on `jobs` processes. Returns the rows of these
+    arms, from all seeds that every one of them has."""
+    wanted = missing(arms, colds, seeds, path)
+    if wanted:
+        starts = sorted({(spec["task"], cold) for spec, cold, _ in wanted})
+        starts = [(cold_start, *start) for start in starts]
+        runs = [(run, *job) for job in wanted]
         os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # the workers'
-        ignore = signal.SIGINT, signal.SIG_IGN  # a Ctrl-C ends this process, and leaving the pool ends them
+        # A Ctrl-C ends this process, and leaving the pool ends them.
+        ignore = signal.SIGINT, signal.SIG_IGN
         with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignore) as pool:
-            for _ in tqdm(pool.imap_unordered(cold_start_of, starts), "cold starts", len(starts)):
+            for _ in tqdm(pool.imap_unordered(call, starts), "cold starts", len(starts)):
                 pass
-            for row in tqdm(pool.imap_unordered(run_of, missing), "runs", len(missing)):
+            for row in tqdm(pool.imap_unordered(call, runs), "runs", len(runs)):
                 append(path, row)
             pool.close()
             pool.join()
     rows = [row for row in read(path) if row["arm"] in arms]
-    common = set.intersection(*({row["seed"] for row in rows if row["arm"] == arm} for arm in arms))
+    seeds_of_each = [{row["seed"] for row in runs_of(spec, rows)} for spec in arms]
+    common = set.intersection(*seeds_of_each)
     return [row for row in rows if row["seed"] in common]
 
 
-# ---- report ------------------------------------------------------------------------------------------------
+def runs_of(spec, rows):
+    return [row for row in rows if row["arm"] == spec]
+
+
+# ---- report --------------------------------------------------------------------------------------
+
+OPTIONAL = "experts changed", "sampled: greedy", "gradient norm"
 
 
 def table(name, rows):
     """Markdown: an arm a line, with the mean and every value; some columns only where measured."""
-    header = [
-        "arm",
-        "right, mean",
-        "minus the panel's first",
-        "each run, cold start by cold start",
-        "right, probe",
-        "reward over the run",
-        "clipped",
-        "std of log s",
-        "entropy, last",
-    ]
-    more = {
-        "experts changed": "experts_changed",
-        "sampled: greedy": "greedy",
-        "gradient norm": "grad_norm",
-    }
-    more = {title: key for title, key in more.items() if any(key in r for r in rows)}
-    header += more
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    lines = []
     for panel, arms in EXPERIMENTS[name].items():
         first = None
         for label, spec in arms.items():
-            own = sorted((r for r in rows if r["arm"] == spec), key=lambda r: r["seed"])
+            own = sorted(runs_of(spec, rows), key=lambda r: r["seed"])
             first = first or own
             if own:
                 title = ": ".join(filter(None, (panel, label)))
-                cells = [
-                    title,
-                    *cells_of(own, first),
-                    *(last_cell(own, key) for key in more.values()),
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-    starts = {(r["arm"]["task"], r["cold"]): r["start"] for r in rows if "first" not in r["arm"]}
-    if starts:
-        lines.append(
-            "\nBefore RL, right: "
-            + ", ".join(
-                f"{task} {cold} {right:.2f}" for (task, cold), right in sorted(starts.items())
-            )
-        )
-    cooler = {(r["arm"]["task"], r["cold"]): r["start_at"] for r in rows if "start_at" in r}
-    if cooler:
-        lines.append(
-            "\nBefore RL, right at temperature 0.6, 0.3 and greedily: "
-            + ", ".join(
-                f"{task} {cold} " + " ".join(f"{right[t]:.2f}" for t in ("0.6", "0.3", "0.0"))
-                for (task, cold), right in sorted(cooler.items())
-            )
-        )
-    return "\n".join(lines) + "\n"
+                lines.append({"arm": title, **cells_of(own, first)})
+    columns = [column for column in lines[0]
+               if column not in OPTIONAL or any(line[column] != "-" for line in lines)]
+    cells = [columns] + [[line[column] for column in columns] for line in lines]
+    text = [f"| {' | '.join(row)} |" for row in cells]
+    text.insert(1, "|---" * len(columns) + "|")
+    starts = {}
+    cooler = {}
+    for r in rows:
+        start = r["arm"]["task"], r["cold"]
+        if "first" not in r["arm"]:
+            starts[start] = f"{r['start']:.2f}"
+        if "start_at" in r:
+            cooler[start] = " ".join(f"{r['start_at'][t]:.2f}" for t in ("0.6", "0.3", "0.0"))
+    text += before_rl("right", starts)
+    text += before_rl("right at temperature 0.6, 0.3 and greedily", cooler)
+    return "\n".join(text) + "\n"
+
+
+def before_rl(what, shares):
+    each = [f"{task} {cold} {share}" for (task, cold), share in sorted(shares.items())]
+    return [f"\nBefore RL, {what}: {', '.join(each)}"] if each else []
 
 
 def cells_of(own, first):
-    """What the table says of an arm's runs, after its name."""
-    each = []
-    for cold in sorted({r["cold"] for r in own}):
-        each.append(
-            " ".join(
-                f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in r["arm"])
-                for r in own
-                if r["cold"] == cold
-            )
-        )
-    probes = by_cold_start([r for r in own if "probe" in r], "probe").values()
+    """{column: what an arm's runs say, or -}"""
+    def values(metric, start=0):
+        return [x for r in own for x in r.get(metric, [])[start:] if x is not None]
 
     def average(metric, form, start=0):
-        values = [x for r in own for x in r.get(metric, [])[start:] if x is not None]
-        return format(statistics.fmean(values), form) if values else "-"
+        found = values(metric, start)
+        return format(statistics.fmean(found), form) if found else "-"
 
-    return [
-        f"{mean_accuracy(own):.2f}",
-        difference(own, first),
-        "; ".join(each),
-        f"{statistics.fmean(probes):.3f}" if probes else "-",
-        average("reward", ".2f"),
-        average("clip_fraction", ".1%"),
-        average("log_ratio_std", ".1e"),
-        average("entropy", ".3f", -1),
-    ]
+    def told(r):
+        return f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in r["arm"])
+
+    each = [" ".join(map(told, runs)) for runs in by_cold_start(own).values()]
+    probed = [r for r in own if "probe" in r]
+    greedy = [f"{r['accuracy']:.2f}: {r['greedy']:.2f}" for r in own if "greedy" in r]
+    return {
+        "right, mean": f"{mean(own):.2f}",
+        "minus the panel's first": difference(own, first),
+        "each run, cold start by cold start": "; ".join(each),
+        "right, probe": f"{mean(probed, 'probe'):.3f}" if probed else "-",
+        "reward over the run": average("reward", ".2f"),
+        "clipped": average("clip_fraction", ".1%"),
+        "std of log s": average("log_ratio_std", ".1e"),
+        "entropy, last": average("entropy", ".3f", -1),
+        "experts changed": average("experts_changed", ".1%"),
+        "sampled: greedy": ", ".join(greedy) or "-",
+        "gradient norm": spread(values("grad_norm")),
+    }
 
 
-def last_cell(own, key):
-    """A column that not all runs have: greedy answers run by run, gradient norms, or a mean."""
-    if key == "greedy":
-        measured = [r for r in own if "greedy" in r]
-        return ", ".join(f"{r['accuracy']:.2f}: {r['greedy']:.2f}" for r in measured) or "-"
-    values = [x for r in own for x in r.get(key, []) if x]
+def spread(values):
+    values = [x for x in values if x]
     if not values:
         return "-"
-    if key == "grad_norm":
-        return f"{min(values):.2g} to {max(values):.2g}, median {statistics.median(values):.2g}"
-    return f"{statistics.fmean(values):.1%}"
+    return f"{min(values):.2g} to {max(values):.2g}, median {statistics.median(values):.2g}"
 
 
-def by_cold_start(rows, name="accuracy"):
+def by_cold_start(rows):
+    """{cold start: its runs}"""
+    groups = {}
+    for r in rows:
+        groups.setdefault(r["cold"], []).append(r)
+    return groups
+
+
+def means(rows, name="accuracy"):
     """{cold start: mean over its runs}"""
-    return {cold: statistics.fmean(r[name] for r in rows if r["cold"] == cold) for cold in {r["cold"] for r in rows}}
+    return {cold: statistics.fmean(r[name] for r in runs)
+            for cold, runs in by_cold_start(rows).items()}
 
 
-def mean_accuracy(rows):
-    return statistics.fmean(by_cold_start(rows).values())
+def mean(rows, name="accuracy"):
+    return statistics.fmean(means(rows, name).values())
 
 
 def difference(rows, others):
-    """Mean difference in accuracy over the cold starts that both have, and its 95% interval (Student's t)."""
-    own, first = by_cold_start(rows), by_cold_start(others)
-    d = [own[cold] - first[cold] for cold in sorted(own.keys() & first.keys())]
+    """Mean difference in accuracy over the cold starts that both have, and its 95% interval
+    (Student's t)."""
+    own = means(rows)
+    first = means(others)
+    d = [own[cold] - first[cold] for cold in own if cold in first]
     if len(d) not in STUDENT or rows == others:
         return "-"
     half = STUDENT[len(d)] * statistics.stdev(d) / len(d) ** 0.5
@@ -531,114 +711,100 @@ def difference(rows, others):
 
 
 def draw(name, rows, path):
-    """A dot a run, coloured by cold start, a bar at the arm's mean; dotted lines where the cold starts
-    were."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    """A dot a run, coloured by cold start, a bar at the arm's mean; dotted lines where the cold
+    starts were."""
     panels = EXPERIMENTS[name]
     labels = [list(arms) for arms in panels.values()]
-    alike, colds = all(own == labels[0] for own in labels), max(1, *(r["cold"] for r in rows))
+    alike = all(own == labels[0] for own in labels)
+    colds = max(1, *(r["cold"] for r in rows))
     size = 3 + 4 * len(panels), 1.5 + 0.4 * max(map(len, labels))
-    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=alike, squeeze=False, layout="constrained")
-    for axis, (panel, arms) in zip(axes[0], panels.items()):
+    figure = Figure(size, layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=alike, squeeze=False)[0]
+    for axis, (panel, arms) in zip(axes, panels.items()):
+        starts = set()
         for y, spec in enumerate(arms.values()):
-            own = [r for r in rows if r["arm"] == spec]
+            own = runs_of(spec, rows)
             for r in own:
-                axis.plot(r["accuracy"], y + 0.3 * (r["cold"] / colds - 0.5), "o", color=f"C{r['cold']}", alpha=0.7,
+                starts.add((r["cold"], r["start"]))
+                height = y + 0.3 * (r["cold"] / colds - 0.5)
+                axis.plot(r["accuracy"], height, "o", color=f"C{r['cold']}", alpha=0.7,
                           markersize=5)
             if own:
-                axis.plot([mean_accuracy(own)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
-        for cold, start in sorted({(r["cold"], r["start"]) for r in rows if r["arm"] in arms.values()}):
+                axis.plot([mean(own)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
+        for cold, start in sorted(starts):
             axis.axvline(start, color=f"C{cold}", linestyle=":", label=f"cold start {cold}")
         axis.set_yticks(range(len(arms)), list(arms))
-        axis.set(title=panel or name, xlabel="right answers after RL (bar: mean; dotted: before)", xlim=(0, 1),
-                 ylim=(len(arms) - 0.5, -0.5))
+        axis.set(title=panel or name, xlabel="right answers after RL (bar: mean; dotted: before)",
+                 xlim=(0, 1), ylim=(len(arms) - 0.5, -0.5))
         axis.grid(axis="x", alpha=0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def draw_factorial(rows, path):
     """Three gates, in each the four weights a colour: a dot is a run, a bar the mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     panels = list(EXPERIMENTS["factorial"].items())[:2]  # on short responses nothing differs
     weights = ["s (GSPO's)", "1", "the token's ratio, at most 2", "the token's ratio (GRPO's)"]
-    gates = ["GSPO's gate", "GRPO's gate", "no gate"]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), sharey=True, layout="constrained")
-    for axis, (panel, arms) in zip(axes, panels, strict=True):
+    figure = Figure((12, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (panel, arms) in zip(axes, panels):
+        before = []
         for i, spec in enumerate(arms.values()):
-            own = [r for r in rows if r["arm"] == spec]
+            own = runs_of(spec, rows)
+            before += [r["start"] for r in own]
+            right = [r["accuracy"] for r in own]
             y = i // 4 + 0.2 * (i % 4 - 1.5)
-            axis.plot(
-                [r["accuracy"] for r in own], [y] * len(own), "o", color=f"C{i % 4}", alpha=0.5
-            )
-            axis.plot([mean_accuracy(own)] * 2, [y - 0.09, y + 0.09], color="black", linewidth=2.5)
-        before = [r["start"] for r in rows if r["arm"] in arms.values()]
+            axis.plot(right, [y] * len(own), "o", color=f"C{i % 4}", alpha=0.5)
+            axis.plot([mean(own)] * 2, [y - 0.09, y + 0.09], color="black", linewidth=2.5)
         axis.axvspan(min(before), max(before), color="gray", alpha=0.3)
-        axis.annotate(
-            "before RL", (statistics.fmean(before), 1), rotation=90, ha="center", va="center"
-        )
+        middle = statistics.fmean(before)
+        axis.annotate("before RL", (middle, 1), rotation=90, ha="center", va="center")
         axis.set(title=panel, xlabel="right answers after RL", xlim=(0, 1), ylim=(2.5, -0.5))
-        axis.set_yticks(range(3), gates)
+        axis.set_yticks(range(3), ["GSPO's gate", "GRPO's gate", "no gate"])
         axis.grid(axis="x", alpha=0.3)
-    dots = [plt.Line2D([], [], marker="o", linestyle="", color=f"C{i}") for i in range(4)]
-    figure.legend(
-        dots, [f"weight {weight}" for weight in weights], loc="outside lower center", ncols=4
-    )
+    for i, weight in enumerate(weights):
+        axis.plot([], [], "o", color=f"C{i}", label=f"weight {weight}")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def of_the_long_task(rows):
-    """Runs of the long task and their entropy at the end, but those that diverged."""
-    return [(r, r["entropy"][-1]) for r in rows if r["arm"]["task"] == "long" and r.get("entropy")]
+    """Runs of the long task, but those that diverged."""
+    return [r for r in rows if r["arm"]["task"] == "long" and r.get("entropy")]
 
 
 def cooling(rows):
     """A line for the table: Spearman's correlation of right answers and the last entropy."""
     own = of_the_long_task(rows)
-    ranks = [
-        torch.tensor(values).argsort().argsort().double()
-        for values in ([r["accuracy"] for r, _ in own], [entropy for _, entropy in own])
-    ]
-    correlation = torch.corrcoef(torch.stack(ranks))[0, 1]
-    return (
-        f"\nOver all {len(own):,} runs of the long task, right answers and the entropy at the end: "
-        f"Spearman's correlation {correlation:.2f}\n"
-    )
+    values = torch.tensor([(r["accuracy"], r["entropy"][-1]) for r in own]).T
+    ranks = values.argsort().argsort().double()
+    return (f"\nOver all {len(own):,} runs of the long task, right answers and the entropy at the "
+            f"end: Spearman's correlation {torch.corrcoef(ranks)[0, 1]:.2f}\n")
+
+
+def kind_of(spec):
+    if {**spec, "epochs": 4} == NO_GATE:
+        return "no gate, weight 1"
+    if spec in (arm(algorithm, spec["eps"], epochs=spec["epochs"]) for algorithm in (GSPO, GRPO)):
+        return f"{spec['algorithm'].upper()}, any range"
+    return "other arms"
 
 
 def draw_cooling(rows, path):
     """Right answers over the entropy at the end, a dot a run of the long task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    kinds = {
-        "other arms": [],
-        "no gate, weight 1": [],
-        "GRPO, any range": [],
-        "GSPO, any range": [],
+    figure = Figure((9, 4.5), layout="constrained")
+    axis = figure.subplots()
+    colours = {
+        "other arms": "lightgray",
+        "no gate, weight 1": "black",
+        "GRPO, any range": "tab:orange",
+        "GSPO, any range": "tab:blue",
     }
-    for r, entropy in of_the_long_task(rows):
-        kind = "other arms"
-        if {**r["arm"], "epochs": 4} == NO_GATE:
-            kind = "no gate, weight 1"
-        elif r["arm"].keys() == {"task", "algorithm", "eps", "epochs"}:
-            kind = f"{r['arm']['algorithm'].upper()}, any range"
-        kinds.get(kind, kinds["other arms"]).append((entropy, r["accuracy"]))
-    for (kind, points), colour in zip(
-        kinds.items(), ("lightgray", "black", "tab:orange", "tab:blue"), strict=True
-    ):
-        axis.plot(*zip(*points, strict=True), ".", color=colour, label=f"{kind}: {len(points)}")
+    for kind, colour in colours.items():
+        own = [r for r in of_the_long_task(rows) if kind_of(r["arm"]) == kind]
+        entropy = [r["entropy"][-1] for r in own]
+        right = [r["accuracy"] for r in own]
+        axis.plot(entropy, right, ".", color=colour, label=f"{kind}: {len(own)}")
     axis.set(
         xscale="log",
         ylim=(0, 1),
@@ -648,41 +814,63 @@ def draw_cooling(rows, path):
     )
     axis.legend(loc="lower left")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def draw_noise(rows, path):
-    """Right answers over the noise in the gate, in units of the policy's own movement: the spread of log s. The marks
-    are what rounding adds to log s on SmolLM2, in units of its movement by one step at 1e-6 (precision.py's logs)."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    for epochs, style in ((4, "o-"), (1, "^--")):
+    """Right answers over the noise in the gate, in units of the policy's own movement: the spread
+    of log s. The marks are what rounding adds to log s on SmolLM2, in units of its movement by one
+    step at 1e-6 (precision.py's logs)."""
+    figure = Figure((9, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for epochs, dot, line in ((4, "o", "-"), (1, "^", "--")):
         own = [r for r in rows if r["arm"]["epochs"] == epochs and "autocast" not in r["arm"]]
         points = {}
         for r in own:
             if deviation := r["arm"].get("noise"):
-                at = deviation / statistics.fmean(x for x in r["log_ratio_std"] if x), r["accuracy"]
-                points.setdefault(deviation, []).append(at)
-                axis.plot(*at, style[0], color=f"C{r['cold']}", alpha=0.7)
-        means = [tuple(map(statistics.fmean, zip(*points[deviation]))) for deviation in sorted(points)]
-        axis.plot(*zip(*means), style[1:], color="black")
-        axis.plot([], [], style, color="black", label=f"{epochs} epoch{'s' * (epochs > 1)} a rollout (line: mean)")
-        axis.axhline(mean_accuracy([r for r in own if "noise" not in r["arm"]]), color="black", linestyle=style[1:],
-                     linewidth=0.6)
-    logs = {path.stem: json.loads(path.read_text())["128"]["off the grid"] for path in PRECISION.glob("*.json")}
-    exact = logs.pop("float32")
-    for form, rounded in logs.items():
+                movement = statistics.fmean(x for x in r["log_ratio_std"] if x)
+                point = deviation / movement, r["accuracy"]
+                points.setdefault(deviation, []).append(point)
+                axis.plot(*point, dot, color=f"C{r['cold']}", alpha=0.7)
+        means = [[statistics.fmean(x) for x in zip(*points[noise])] for noise in sorted(points)]
+        axis.plot(*zip(*means), line, color="black")
+        label = f"{epochs} epoch{'s' * (epochs > 1)} a rollout (line: mean)"
+        axis.plot([], [], dot + line, color="black", label=label)
+        without = mean([r for r in own if "noise" not in r["arm"]])
+        axis.axhline(without, color="black", linestyle=line, linewidth=0.6)
+    logs = {path.stem: json.loads(path.read_text()) for path in PRECISION.glob("*.json")}
+    log_s = {form: log["128"]["off the grid"] for form, log in logs.items()}
+    exact = log_s.pop("float32")
+    for form, rounded in log_s.items():
         x = statistics.stdev(a - b for a, b in zip(rounded, exact)) / statistics.stdev(exact)
         axis.axvline(x, color="grey", linestyle=":")
         axis.text(x, 0.02, form.replace("_", " "), rotation=90, ha="right")
-    axis.set(xscale="log", ylim=(0, 1), ylabel="right answers after RL (thin: without noise)",
-             title="Noise in GSPO's gate (a point is a run, its colour the cold start)",
-             xlabel="noise on log s / spread of log s by training (dotted: rounding on SmolLM2, learning rate 1e-6)")
+    axis.set(
+        xscale="log",
+        ylim=(0, 1),
+        ylabel="right answers after RL (thin: without noise)",
+        title="Noise in GSPO's gate (a point is a run, its colour the cold start)",
+        xlabel="noise on log s / spread of log s by training "
+        "(dotted: rounding on SmolLM2, learning rate 1e-6)",
+    )
     axis.legend(loc="lower left")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
+
+
+def report(name, rows, folder):
+    every = read(folder / "runs.jsonl")
+    text = table(name, rows)
+    if name == "greedy":
+        text += cooling(every)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+    if name == "factorial":
+        draw_factorial(rows, folder / "factorial.png")
+    else:
+        draw(name, rows, folder / f"{name}.png")
+    if name == "greedy":
+        draw_cooling(every, folder / "cooling.png")
+    if name == "noise":
+        draw_noise(rows, folder / "noise_over_movement.png")
 
 
 def main():
@@ -692,7 +880,8 @@ def main():
     parser.add_argument("--seeds", type=int, default=1, help="seeds, from each cold start")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
                         help="processes, a core each")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder; runs that it holds are not run again")
+    parser.add_argument("--results", type=Path, default=RESULTS,
+                        help="folder; runs that it holds are not run again")
     parser.add_argument("--model", help="for ratios: hub id or folder of real weights")
     parser.add_argument("--gsm8k", help="for ratios: the folder with train.jsonl")
     args = parser.parse_args()
@@ -702,28 +891,18 @@ def main():
         parser.error("--model and --gsm8k go together")
     for folder in (args.results, COLD):
         folder.mkdir(parents=True, exist_ok=True)
-    if args.name in ("exact", "all"):
-        exact.main(args.results)
-    if args.name in ("ratios", "all"):
-        torch.set_num_threads(1)
-        rollouts = tqdm(map(one_rollout, range(args.colds)), "rollouts", args.colds)
-        ratios.main(args.results, rollouts, args.model, args.gsm8k)
-    names = {"all": EXPERIMENTS, "exact": [], "ratios": []}.get(args.name, [args.name])
+    names = ["exact", "ratios", *EXPERIMENTS] if args.name == "all" else [args.name]
     for name in names:
-        arms = [spec for panel in EXPERIMENTS[name].values() for spec in panel.values()]
-        rows = run_all(arms, args.colds, args.seeds, args.jobs, args.results / "runs.jsonl")
-        (args.results / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
-        draw(name, rows, args.results / f"{name}.png")
-        if name == "factorial":
-            draw_factorial(rows, args.results / "factorial.png")
-        if name == "greedy":
-            every = read(args.results / "runs.jsonl")
-            with (args.results / "greedy.md").open("a", encoding="utf-8") as file:
-                file.write(cooling(every))
-            draw_cooling(every, args.results / "cooling.png")
-        if name == "noise":
-            draw_noise(rows, args.results / "noise_over_movement.png")
-        print(table(name, rows))
+        if name == "exact":
+            exact.main(args.results)
+        elif name == "ratios":
+            torch.set_num_threads(1)
+            rollouts = tqdm(map(one_rollout, range(args.colds)), "rollouts", args.colds)
+            ratios.main(args.results, rollouts, args.model, args.gsm8k)
+        else:
+            arms = [spec for panel in EXPERIMENTS[name].values() for spec in panel.values()]
+            rows = run_all(arms, args.colds, args.seeds, args.jobs, args.results / "runs.jsonl")
+            report(name, rows, args.results)
 
 
 if __name__ == "__main__":
