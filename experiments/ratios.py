@@ -1,30 +1,42 @@
-"""Token ratios and sequence ratios, side by side: how far they spread, and what each clip range takes out.
+"""Token ratios and sequence ratios, side by side: how far they spread, and what each clip range
+takes out.
 
-    python experiments/rivals.py ratios                                            # the tiny long task
-    python experiments/rivals.py ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER    # and real weights: 15 minutes
+    python experiments/rivals.py ratios                                           # the tiny model
+    python experiments/rivals.py ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   # and real weights
 
-One rollout and its optimizer steps by train_math.train, one for each of four minibatches in which a group's
-rewards differ; then the ratios between the policy that sampled and the policy after, of all responses with a
-gradient, as the next epoch would meet them, cut to their first 8, 32, 128, 512 tokens. The tiny model is
-rivals.py's long task at its learning rate, 3e-4, from three cold starts; the real one SmolLM2-135M-Instruct
-on GSM8K's questions at 1e-6 in float32, three seeds: 4 prompts x 4 responses of 512 tokens (no end token),
-rewarded for an odd number of letters e, so that there is something to learn. Seconds, once rivals.py's cold
-starts are there (two minutes each). ratios.jsonl has a line for each model, seed and length."""
+One rollout and its optimizer steps by train_math.train, one for each of four minibatches in which a
+group's rewards differ; then the ratios between the policy that sampled and the policy after, of all
+responses with a gradient, as the next epoch would meet them, cut to their first 8, 32, 128, 512
+tokens. The tiny model is rivals.py's long task at its learning rate, 3e-4, from three cold starts;
+seconds, once these are there (two minutes each). The real one, 15 minutes, is SmolLM2-135M-Instruct
+on GSM8K's questions at 1e-6 in float32, three seeds: 4 prompts x 4 responses of 512 tokens (no end
+token), rewarded for an odd number of letters e, so that there is something to learn. ratios.jsonl
+has a line for each model, seed and length."""
 import itertools
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 import train_math
 from experiments.gsm8k import INSTRUCTION
-from experiments.plot import read
+from experiments.plot import read, write
 from gspo import clip_fraction, sequence_ratio
 
-LENGTHS, GSPO, GRPO = (8, 32, 128, 512), (3e-4, 4e-4), (0.2, 0.27)
+LENGTHS = 8, 32, 128, 512
+GSPO = 3e-4, 4e-4
+GRPO = 0.2, 0.27
 BINS = [10 ** (k / 8) for k in range(-56, 5)]
+COLUMNS = {
+    "token_std": "spread of a token's log-ratio",
+    "log_s_std": "of log s",
+    "log_sum_std": "of the sum",
+    "clipped_gspo": "clipped by GSPO 3e-4, 4e-4",
+    "clipped_grpo": "by GRPO .2, .27",
+    "clipped_grpo_at_gspos": "by GRPO at GSPO's range",
+}
 
 
 def after_one_rollout(model, tokenizer, questions, cfg, **pieces):
@@ -51,19 +63,30 @@ def after_one_rollout(model, tokenizer, questions, cfg, **pieces):
 
 
 def measure(responses, length):
-    """Spreads and clip fractions of the responses' first `length` tokens; None if not half of them are that
-    long."""
+    """Spreads and clip fractions of the responses' first `length` tokens; None if not half of them
+    are that long."""
     long = [(now[:length], old[:length], a) for now, old, a in responses if len(now) >= length]
     if len(long) < len(responses) / 2:
         return None
-    now, old, advantages = (torch.stack(x) for x in zip(*long))
-    log_ratio, mask = (now - old).double(), torch.ones_like(now)
+    now, old, advantages = map(torch.stack, zip(*long))
+    mask = torch.ones_like(now)
+    log_ratio = (now - old).double()
+    ratio = log_ratio.exp()
     s = sequence_ratio(now.double(), old.double(), mask)
-    return {"length": length, "responses": len(long), "token_std": log_ratio.std().item(),
-            "log_s_std": log_ratio.mean(dim=1).std().item(), "log_sum_std": log_ratio.sum(dim=1).std().item(),
-            "clipped_gspo": clip_fraction(s, advantages, mask, *GSPO).item(),
-            "clipped_grpo": clip_fraction(log_ratio.exp(), advantages, mask, *GRPO).item(),
-            "clipped_grpo_at_gspos": clip_fraction(log_ratio.exp(), advantages, mask, *GSPO).item()}
+
+    def clipped(ratio, clip_range):
+        return clip_fraction(ratio, advantages, mask, *clip_range).item()
+
+    return {
+        "length": length,
+        "responses": len(long),
+        "token_std": log_ratio.std().item(),
+        "log_s_std": log_ratio.mean(dim=1).std().item(),
+        "log_sum_std": log_ratio.sum(dim=1).std().item(),
+        "clipped_gspo": clipped(s, GSPO),
+        "clipped_grpo": clipped(ratio, GRPO),
+        "clipped_grpo_at_gspos": clipped(ratio, GSPO),
+    }
 
 
 def odd_number_of_e(prompts, completions, **columns):
@@ -88,82 +111,61 @@ def real_weights(name, gsm8k, seed):
 
 
 def histogram(responses):
-    """Counts of all tokens' and all responses' |log ratio| in BINS; the first bin takes what is smaller, the
-    last what is larger."""
+    """Counts of all tokens' and all responses' |log ratio| in BINS; the first bin takes what is
+    smaller, the last what is larger."""
     log_ratios = [(now - old).double() for now, old, _ in responses]
-    values = {"tokens": torch.cat(log_ratios), "responses": torch.stack([x.mean() for x in log_ratios])}
+    means = [log_ratio.mean() for log_ratio in log_ratios]
+    return {"tokens": counts(torch.cat(log_ratios)), "responses": counts(torch.stack(means))}
+
+
+def counts(log_ratios):
     edges = torch.tensor(BINS, dtype=torch.float64)
-    return {name: torch.histogram(x.abs().clamp(BINS[0], BINS[-1]), edges)[0].tolist() for name, x in values.items()}
+    inside = log_ratios.abs().clamp(BINS[0], BINS[-1])
+    return torch.histogram(inside, edges).hist.tolist()
 
 
 def draw(rows, histograms, path):
     """A panel a model with its ratios' distances from 1, and one with the spreads."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(models) + 1, figsize=(5 * (len(models) + 1), 4.6), layout="constrained"
-    )
-    for axis, model in zip(axes, models, strict=False):
-        draw_histogram(axis, [row for row in histograms if row["model"] == model])
+    panels = len(models) + 1
+    figure = Figure((5 * panels, 4.6), layout="constrained")
+    axes = figure.subplots(1, panels)
+    for axis, model in zip(axes, models):
+        own = [row for row in histograms if row["model"] == model]
+        draw_histogram(axis, "tokens", own, "tab:orange", GRPO, "GRPO's clip range")
+        draw_histogram(axis, "responses", own, "tab:blue", GSPO, "GSPO's")
         axis.set_title(f"{model}, after one epoch", pad=22)
+        axis.set(xscale="log", xlabel="distance from 1: |log ratio|", ylabel="share")
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     draw_spreads(axes[-1], models, rows)
     figure.savefig(path, dpi=110)
 
 
-def draw_histogram(axis, histograms):
-    kinds = (
-        ("tokens", "tab:orange", GRPO, "GRPO's clip range"),
-        ("responses", "tab:blue", GSPO, "GSPO's"),
-    )
-    for name, colour, (low, high), title in kinds:
-        counts = torch.tensor([row[name] for row in histograms]).sum(dim=0)
-        axis.stairs(
-            counts / counts.sum(),
-            BINS,
-            fill=True,
-            alpha=0.5,
-            color=colour,
-            label=f"{int(counts.sum()):,} {name}",
-        )
-        axis.axvspan(-math.log1p(-low), math.log1p(high), color=colour, alpha=0.8)
-        axis.annotate(
-            title,
-            (math.log1p(high), 1.01),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="bottom",
-            color=colour,
-        )
-    axis.set(xscale="log", xlabel="distance from 1: |log ratio|", ylabel="share")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+def draw_histogram(axis, name, histograms, colour, clip_range, title):
+    counted = torch.tensor([row[name] for row in histograms]).sum(dim=0)
+    total = counted.sum()
+    axis.stairs(counted / total, BINS, fill=True, alpha=0.5, color=colour,
+                label=f"{int(total):,} {name}")
+    low, high = clip_range
+    axis.axvspan(-math.log1p(-low), math.log1p(high), color=colour, alpha=0.8)
+    axis.annotate(title, (math.log1p(high), 1.01), xycoords=("data", "axes fraction"),
+                  ha="center", va="bottom", color=colour)
 
 
 def draw_spreads(axis, models, rows):
-    spreads = {
-        "token_std": ("one token", "tab:orange"),
-        "log_s_std": ("log s", "tab:blue"),
-        "log_sum_std": ("sum: log s without the root", "tab:red"),
-    }
-    for model, line in zip(models, ("--", "-"), strict=False):
-        own = [row for row in rows if row["model"] == model]
-        lengths = sorted({row["length"] for row in own})
-        for name in spreads:
-            values = [[row[name] for row in own if row["length"] == n] for n in lengths]
-            axis.plot(
-                lengths, [sum(v) / len(v) for v in values], line, marker=".", color=spreads[name][1]
-            )
-        axis.plot([], [], line, color="black", label=model)
-    for name, (label, colour) in spreads.items():
-        last = [row[name] for row in rows if row["length"] == max(LENGTHS)]
+    for model, style in zip(models, ("--", "-")):
+        axis.plot([], [], style, color="black", label=model)
+    for name, label, colour, above in (
+        ("token_std", "one token", "tab:orange", 1.5),
+        ("log_s_std", "log s", "tab:blue", 0.55),
+        ("log_sum_std", "sum: log s without the root", "tab:red", 1.5),
+    ):
+        for model, style in zip(models, ("--", "-")):
+            own = mean_by_length(name, [row for row in rows if row["model"] == model])
+            axis.plot(list(own), list(own.values()), style, marker=".", color=colour)
+        last = mean_by_length(name, rows).get(max(LENGTHS))
         if last:
-            above = 0.55 if name == "log_s_std" else 1.5
-            axis.annotate(
-                label, (max(LENGTHS), above * sum(last) / len(last)), ha="right", color=colour
-            )
+            axis.annotate(label, (max(LENGTHS), above * last), ha="right", color=colour)
     axis.axhspan(*GSPO, color="gray", alpha=0.6)
     axis.annotate("GSPO's clip range", (min(LENGTHS), 1.5 * GSPO[1]), color="gray")
     axis.set(
@@ -180,37 +182,54 @@ def draw_spreads(axis, models, rows):
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
+def mean_by_length(name, rows):
+    values = {}
+    for row in rows:
+        values.setdefault(row["length"], []).append(row[name])
+    return {length: sum(values[length]) / len(values[length]) for length in sorted(values)}
+
+
 def table(rows):
-    lines = ["| model | tokens | spread of a token's log-ratio | of log s | of the sum "
-             "| clipped by GSPO 3e-4, 4e-4 | by GRPO .2, .27 | by GRPO at GSPO's range |",
-             "|---|---|---|---|---|---|---|---|"]
-    for model, length in dict.fromkeys((row["model"], row["length"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["length"]) == (model, length)]
-        spreads = [" ".join(f"{row[name]:.1e}" for row in own)
-                   for name in ("token_std", "log_s_std", "log_sum_std")]
-        clipped = [" ".join(f"{row[name]:.2%}" for row in own)
-                   for name in ("clipped_gspo", "clipped_grpo", "clipped_grpo_at_gspos")]
-        lines.append(f"| {model} | {length} | {' | '.join(spreads + clipped)} |")
+    """Markdown: a model and a length a line, with each run's value."""
+    lines = [
+        f"| model | tokens | {' | '.join(COLUMNS.values())} |",
+        "|---" * (2 + len(COLUMNS)) + "|",
+    ]
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["length"]), []).append(row)
+    for (model, length), own in groups.items():
+        cells = []
+        for name in COLUMNS:
+            form = ".2%" if name.startswith("clipped") else ".1e"
+            cells.append(" ".join(format(row[name], form) for row in own))
+        lines.append(f"| {model} | {length} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main(results, tiny_runs, model=None, gsm8k=None):
-    """tiny_runs: (seed, responses) of the tiny model, one after the other. Real weights are measured if they
-    are given, and otherwise shown as they were last time."""
+    """tiny_runs: (seed, responses) of the tiny model, one after the other. Real weights are
+    measured if they are given, and otherwise shown as they were last time."""
     path = results / "ratios.jsonl"
-    before = [row for row in read(path) if row["model"] != "tiny" and not model]
     rows = []
-    runs = (("tiny", *run) for run in tiny_runs)
+    for seed, responses in tiny_runs:
+        rows += rows_of("tiny", seed, responses)
     if model:
-        real = ((Path(model).name, seed, real_weights(model, gsm8k, seed)) for seed in range(3))
-        runs = itertools.chain(runs, real)
-    for name, seed, responses in runs:
-        row = {"model": name, "seed": seed}
-        rows += [{**row, **m} for n in LENGTHS if (m := measure(responses, n))]
-        rows.append({**row, **histogram(responses)})
-    rows += before
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        for seed in range(3):
+            rows += rows_of(Path(model).name, seed, real_weights(model, gsm8k, seed))
+    else:
+        rows += [row for row in read(path) if row["model"] != "tiny"]
+    write(path, rows)
     by_length = [row for row in rows if "length" in row]
-    (results / "ratios.md").write_text(table(by_length), encoding="utf-8")
-    draw(by_length, [row for row in rows if "length" not in row], results / "ratios.png")
-    print(table(by_length))
+    histograms = [row for row in rows if "length" not in row]
+    text = table(by_length)
+    (results / "ratios.md").write_text(text, encoding="utf-8")
+    draw(by_length, histograms, results / "ratios.png")
+    print(text)
+
+
+def rows_of(model, seed, responses):
+    """Of one run, for ratios.jsonl: the measures at each length, and the histogram."""
+    found = [measure(responses, length) for length in LENGTHS]
+    found = [row for row in found if row] + [histogram(responses)]
+    return [{"model": model, "seed": seed, **row} for row in found]
