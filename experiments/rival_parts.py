@@ -12,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import train_math
 from experiments.cold_start import supervise
+from experiments.tiny_model import tiny_settings
 from gspo import _log_ratio, _loss, _token_mean, group_advantages, grpo_loss, sequence_ratio
 from lesson import tiny
 from train_math import build_minibatches, correctness_reward, response_log_probs, rollout
@@ -169,15 +170,20 @@ def short_cold_start(model, tokenizer, seed):
 def moe(tokenizer, seed):
     """A Qwen3-MoE of 3 layers, 16 experts, 2 of them for each token, not trained."""
     torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=16, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512,
-        tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).eval()
+    config = Qwen3MoeConfig(
+        intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=3, num_experts=16,
+        num_experts_per_tok=2, norm_topk_prob=True, **tiny_settings(tokenizer))
+    return Qwen3MoeForCausalLM(config).eval()
 
 
 # ---- losses and advantages -----------------------------------------------------------------------
+
+
+def outside(ratio, advantages, eps_low, eps_high):
+    """Where the clip holds: above, pushed up far enough; below, pushed down."""
+    above = (advantages > 0) & (ratio > 1 + eps_high)
+    below = (advantages < 0) & (ratio < 1 - eps_low)
+    return above, below
 
 
 def surrogate(weight, gate, cap=None, side="both", shuffled=None, negatives=1.0):
@@ -195,14 +201,12 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None, negatives=1.0)
             sequence = sequence_ratio(log_probs, old_log_probs, mask)[:, None].expand_as(token)
             ratios = {"token": token, "sequence": sequence, "one": torch.ones_like(token)}
             a = advantages[:, None]
-            r = ratios[gate]
-            above = (a > 0) & (r > 1 + eps_high)
-            below = (a < 0) & (r < 1 - eps_low)
+            above, below = outside(ratios[gate], a, eps_low, eps_high)
             clipped = {"both": above | below, "above": above, "below": below}[side]
             if shuffled:
-                everyone = torch.ones_like(advantages)
-                members = everyone if shuffled == "all" else advantages > 0
-                for rows in (members.nonzero()[:, 0], (members == 0).nonzero()[:, 0]):
+                apart = (advantages > 0) & (shuffled == "sign")
+                for members in apart, ~apart:
+                    rows = members.nonzero()[:, 0]
                     clipped[rows] = clipped[rows[torch.randperm(len(rows))]]
             pushed = a.where(a > 0, negatives * a)
             pushed = ratios[weight].clamp(max=cap or torch.inf) * pushed
@@ -217,24 +221,26 @@ def noisy_gate(deviation):
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         ratio = sequence_ratio(log_probs, old_log_probs, mask)
         seen = ratio.detach() * (deviation * torch.randn_like(ratio)).exp()
-        above = (advantages > 0) & (seen > 1 + eps_high)
-        below = (advantages < 0) & (seen < 1 - eps_low)
+        above, below = outside(seen, advantages, eps_low, eps_high)
         return _loss((ratio * advantages).masked_fill(above | below, 0), denominator)
     return loss
 
 
-def softmax_advantages(rewards, group_size, tau=0.5):
-    """"Grouped Softmax": softmax(r / tau) over the group, which is reward-weighted regression.
+def softmax_advantages(rewards, group_size):
+    """"Grouped Softmax": softmax(r / 0.5) over the group, which is reward-weighted regression.
     Every weight is above 0; a group of equal rewards is learned from, too."""
-    return torch.softmax(rewards.view(-1, group_size) / tau, dim=1).flatten()
+    groups = rewards.view(-1, group_size)
+    return torch.softmax(groups / 0.5, dim=1).flatten()
 
 
 def best_of_n_advantages(rewards, group_size):
     """"Grouped Rejection": all weight on the best response, or shared among the best, and none
     where the best reward is 0, which is rejection-sampling fine-tuning."""
     groups = rewards.view(-1, group_size)
-    best = ((groups == groups.max(dim=1, keepdim=True).values) & (groups > 0)).float()
-    return (best / best.sum(dim=1, keepdim=True).clamp(min=1)).flatten()
+    most = groups.max(dim=1, keepdim=True).values
+    best = ((groups == most) & (groups > 0)).float()
+    number = best.sum(dim=1, keepdim=True)
+    return (best / number.clamp(min=1)).flatten()
 
 
 def minibatches_with_rows(prompts, responses, advantages, cfg):
@@ -246,6 +252,12 @@ def minibatches_with_rows(prompts, responses, advantages, cfg):
         batch.rows = (batch.advantages - 1).tolist()
         batch.advantages = advantages[batch.rows].to(cfg.device)
     return minibatches
+
+
+def on_tokens(batch, values):
+    """values[row], (tokens,) of each response, in the micro-batch's places, (b, T)."""
+    flat = torch.cat([values[row] for row in batch.rows])
+    return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
 
 
 STEP = re.compile(r"([0-9]+)([+*])([0-9]+)=([0-9]+)")
@@ -300,8 +312,7 @@ class StepAdvantages:
             credit += [(row - together.mean()) / scale for row in group]
         minibatches = minibatches_with_rows(prompts, responses, advantages, cfg)
         for batch in itertools.chain(*minibatches):
-            flat = torch.cat([credit[i] for i in batch.rows])
-            batch.advantages = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
+            batch.advantages = on_tokens(batch, credit)
         return minibatches
 
 
@@ -398,15 +409,13 @@ def gae(values, rewards, mask, lam):
 
 class Critic:
     """PPO: a linear value head on the policy's hidden states, GAE, and grpo_loss with (B, T)
-    advantages as its clipped objective; the value's squared error is added to the loss.
+    advantages as its clipped objective; a tenth of the value's squared error is added to the loss.
 
     Its methods replace train_math's functions of these names. A minibatch must be one micro-batch,
     as advantages are normalised over it."""
 
-    def __init__(self, model, lam, weight=0.1):
-        self.model = model
+    def __init__(self, model, lam):
         self.lam = lam
-        self.weight = weight
         model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
         for p in model.value_head.parameters():
             torch.nn.init.zeros_(p)
@@ -432,7 +441,7 @@ class Critic:
         return log_probs
 
     def loss(self, *arguments, **more):
-        return grpo_loss(*arguments, **more) + self.weight * self.error
+        return grpo_loss(*arguments, **more) + 0.1 * self.error
 
 
 # ---- Routing Replay ------------------------------------------------------------------------------
@@ -478,8 +487,10 @@ class RoutingReplay:
         self.routes = None
         if not self.recording:
             at = torch.nn.functional.pad(batch.mask, (0, 1)).flatten()
-            same = [(old[at][:, :, None] == new[at][:, None, :]).any(dim=1).float().mean()
-                    for old, new in zip(batch.routes, self.chosen, strict=True)]
+            same = []
+            for old, new in zip(batch.routes, self.chosen, strict=True):
+                kept = (old[at][:, :, None] == new[at][:, None, :]).any(dim=1)
+                same.append(kept.float().mean())
             self.changed.append(1 - sum(same).item() / len(same))
         return log_probs
 
@@ -533,9 +544,9 @@ class Engine:
 
     def build_minibatches(self, prompts, responses, advantages, cfg):
         minibatches = minibatches_with_rows(prompts, responses, advantages, cfg)
+        reported = [row[:len(response)] for row, response in zip(self.reported, responses)]
         for batch in itertools.chain(*minibatches):
-            flat = torch.cat([self.reported[i, :len(responses[i])] for i in batch.rows])
-            batch.reported = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
+            batch.reported = on_tokens(batch, reported)
         return minibatches
 
     def response_log_probs(self, model, batch, temperature):
@@ -543,8 +554,10 @@ class Engine:
             return batch.reported
         if self.correction and torch.is_grad_enabled():
             k = (batch.old_log_probs - batch.reported).exp()
-            inside = (k >= 0.5) & (k <= 5)
-            self.factor = k.clamp(max=2) if self.correction == "tis" else k.where(inside, 0)
+            if self.correction == "tis":
+                self.factor = k.clamp(max=2)
+            else:
+                self.factor = k.where((k >= 0.5) & (k <= 5), 0)
         return response_log_probs(model, batch, temperature)
 
     def loss(self, token_loss, log_probs, old_log_probs, advantages, *arguments, **more):

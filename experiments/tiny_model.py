@@ -20,8 +20,13 @@ def tiny_tokenizer(characters=CHARACTERS):
 def tiny_model(tokenizer, seed):
     """Not trained yet."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-        tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).eval()
+    config = Qwen3Config(intermediate_size=192, num_hidden_layers=2, **tiny_settings(tokenizer))
+    return Qwen3ForCausalLM(config).eval()
+
+
+def tiny_settings(tokenizer):
+    """What this model and the lab's mixture of experts share."""
+    return dict(
+        vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
