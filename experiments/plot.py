@@ -31,11 +31,6 @@ def read(path):
     return rows
 
 
-def write(path, rows):
-    lines = [json.dumps(row) + "\n" for row in rows]
-    Path(path).write_text("".join(lines), encoding="utf-8")
-
-
 def append(path, row):
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
