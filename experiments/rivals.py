@@ -768,6 +768,36 @@ def draw_factorial(rows, path):
     figure.savefig(path, dpi=110)
 
 
+def draw_opening(rows, path):
+    """The opening's arms on two tasks: a dot is a run, a bar the mean."""
+    on_world = EXPERIMENTS["world"] | EXPERIMENTS["world_few"]
+    panels = {
+        "long task": {16: opening(**BEST), 4: opening(**BEST, epochs=1)},
+        "small world": {32: on_world["32 updates a rollout"], 4: on_world["4 updates a rollout"]},
+    }
+    figure = Figure((12, 4.6), layout="constrained")
+    for axis, (task, panel) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
+        before = []
+        for i, (updates, arms) in enumerate(panel.items()):
+            for y, spec in enumerate(arms.values()):
+                own = runs_of(spec, rows)
+                if own:
+                    before += [r["start"] for r in own]
+                    right = [r["accuracy"] for r in own]
+                    height = y + 0.36 * i - 0.18
+                    axis.plot(right, [height] * len(own), "o", color=f"C{i}", alpha=0.5)
+                    axis.plot([mean(own)] * 2, [height - 0.15, height + 0.15], color="black",
+                              linewidth=2.5)
+            axis.plot([], [], "o", color=f"C{i}", label=f"{updates} updates a rollout")
+        axis.axvspan(min(before), max(before), color="gray", alpha=0.3, label="before RL")
+        axis.set(title=task, xlabel="right answers after RL (bar: mean)", xlim=(-0.02, 1),
+                 ylim=(5.5, -0.5))
+        axis.set_yticks(range(len(arms)), list(arms))
+        axis.grid(axis="x", alpha=0.3)
+        axis.legend(loc="upper left")
+    figure.savefig(path, dpi=110)
+
+
 def of_the_long_task(rows):
     """Runs of the long task, but those that diverged."""
     return [r for r in rows if r["arm"]["task"] == "long" and r.get("entropy")]
@@ -867,6 +897,8 @@ def report(name, rows, folder):
         draw_factorial(rows, folder / "factorial.png")
     else:
         draw(name, rows, folder / f"{name}.png")
+    if name in ("world", "world_few"):
+        draw_opening(every, folder / "opening.png")
     if name == "greedy":
         draw_cooling(every, folder / "cooling.png")
     if name == "noise":
