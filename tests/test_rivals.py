@@ -404,7 +404,8 @@ class TestCritic:
     def test_value_head_learns_from_the_loss_and_the_policy_takes_gae(self, model):
         critic = parts.Critic(model, lam=1)
         model.value_head.bias.data.fill_(0.2)
-        rewards = critic.group_advantages(tensor([1.0, 0]), 2)
+        rewards = tensor([1.0, 0])
+        rewards = critic.group_advantages(rewards, 2)
         b = micro_batch([[6, 7, 1], [8, 1]], rewards)
         with torch.no_grad():
             b.old_log_probs = critic.response_log_probs(model, b, 1.0)
@@ -790,7 +791,8 @@ class TestRuns:
         write(path, [*rows, rows[-1] | {"arm": another}])
         there = rivals.run_all(arms, 2, 2, 1, path)
         assert there == rows
-        line = rivals.table("moe", rows).splitlines()[3]
+        table = rivals.table("moe", rows)
+        line = table.splitlines()[3]
         assert line == ("| GRPO | 0.06 | +0.04 ± 0.00 | 0.04 0.05; 0.06 0.07 | 0.250 | 0.50 "
                         "| 25.0% | - | 0.100 | 2.0% |")
         rivals.draw("moe", rows, tmp_path / "moe.png")
