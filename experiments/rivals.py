@@ -775,7 +775,7 @@ def draw_opening(rows, path):
         "long task": {16: opening(**BEST), 4: opening(**BEST, epochs=1)},
         "small world": {32: on_world["32 updates a rollout"], 4: on_world["4 updates a rollout"]},
     }
-    figure = Figure((12, 4.6), layout="constrained")
+    figure = Figure((12, 5), layout="constrained")
     for axis, (task, panel) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
         before = []
         for i, (updates, arms) in enumerate(panel.items()):
@@ -790,11 +790,11 @@ def draw_opening(rows, path):
                               linewidth=2.5)
             axis.plot([], [], "o", color=f"C{i}", label=f"{updates} updates a rollout")
         axis.axvspan(min(before), max(before), color="gray", alpha=0.3, label="before RL")
-        axis.set(title=task, xlabel="right answers after RL (bar: mean)", xlim=(-0.02, 1),
+        axis.set(title=task, xlabel="right answers after RL (bar: mean)", xlim=(-0.02, 1.02),
                  ylim=(5.5, -0.5))
         axis.set_yticks(range(len(arms)), list(arms))
         axis.grid(axis="x", alpha=0.3)
-        axis.legend(loc="upper left")
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     figure.savefig(path, dpi=110)
 
 
