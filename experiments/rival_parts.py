@@ -1,4 +1,4 @@
-"""What rivals.py passes into train_math.train: two tasks, and losses, advantages, a critic, Routing
+"""What rivals.py passes into train_math.train: the tasks, and losses, advantages, a critic, Routing
 Replay, an inference engine. Each piece stands alone, and tests/test_rivals.py says what it must do.
 """
 import copy
@@ -245,7 +245,8 @@ def best_of_n_advantages(rewards, group_size):
 
 def minibatches_with_rows(prompts, responses, advantages, cfg):
     """train_math's build_minibatches; each micro-batch has `rows`, too, its responses' places in
-    the rollout. They come back as what goes in for the advantages: 0, as there, is left out."""
+    the rollout. These, from 1 on, go in as advantages and are handed back; where the advantage is
+    0, so are they, and the response is left out."""
     places = torch.arange(1, len(responses) + 1) * (advantages != 0)
     minibatches = build_minibatches(prompts, responses, places, cfg)
     for batch in itertools.chain(*minibatches):

@@ -1,4 +1,4 @@
-"""GSPO against its rivals, on tasks that a CPU core trains in half a minute: every arm from three
+"""GSPO against its rivals, on tasks that a CPU core trains in a minute: every arm from three
 cold starts, on train_math.train, into which the rival's pieces (rival_parts.py) are passed.
 
     python experiments/rivals.py factorial   # which part of GSPO helps? the centre
@@ -10,7 +10,8 @@ Runs are kept in results/rivals/runs.jsonl, a line each, and none is run twice: 
 experiment goes on where it stopped, arms that two experiments share are run once, and what comes
 with this repository is drawn, not trained. --results FOLDER starts with none: do so after any
 change of a setting or a piece. An experiment ends with NAME.md and NAME.png beside runs.jsonl. Cold
-starts are kept in runs/rivals. ratios.py and exact.py have two of the questions to themselves."""
+starts are kept in runs/rivals, the lesson's worlds in runs. ratios.py and exact.py have two of the
+questions to themselves."""
 import argparse
 import itertools
 import json
@@ -96,7 +97,7 @@ TASKS |= {f"{tokens} tokens": chains(*steps) for tokens, steps in CHAINS.items()
 
 GSPO = "gspo"
 GRPO = "grpo"
-BEST = {GSPO: 0.003, GRPO: 0.1}  # of clip_range, on the long task
+EARLY = {GSPO: 0.003, GRPO: 0.1}  # ranges picked on the questions that are reported
 
 
 def arm(algorithm, eps, task="long", epochs=4, **pieces):
@@ -236,17 +237,17 @@ def credit(eps, **more):
 def engine(kind):
     """Old log-probs recomputed by the training forward, or those that the engine reports."""
     return {
-        **both(**BEST),
-        **both(**BEST, label=", recomputed", engine=[kind, False]),
-        **both(**BEST, label=", the engine's", engine=[kind, True]),
+        **both(**EARLY),
+        **both(**EARLY, label=", recomputed", engine=[kind, False]),
+        **both(**EARLY, label=", the engine's", engine=[kind, True]),
         "GSPO at 3e-4, the engine's": arm(GSPO, 3e-4, engine=[kind, True]),
     }
 
 
 def corrected(algorithm, kind, *ways):
-    arms = {"recomputed": arm(algorithm, BEST[algorithm], engine=[kind, False])}
+    arms = {"recomputed": arm(algorithm, EARLY[algorithm], engine=[kind, False])}
     for way in ways:
-        arms[f"recomputed {way}"] = arm(algorithm, BEST[algorithm], engine=[kind, False, way])
+        arms[f"recomputed {way}"] = arm(algorithm, EARLY[algorithm], engine=[kind, False, way])
     return arms
 
 
@@ -288,8 +289,8 @@ EXPERIMENTS = {
         for name, values in SUCCESSORS.items()
     },
     "successors": {
-        "long responses, 4 epochs a rollout": all_after(**BEST),
-        "the same, 1 epoch a rollout": all_after(**BEST, epochs=1),
+        "long responses, 4 epochs a rollout": all_after(**EARLY),
+        "the same, 1 epoch a rollout": all_after(**EARLY, epochs=1),
         "short responses, 4 epochs": all_after(0.03, 0.2, task="short"),
     },
     "norm": {
@@ -334,7 +335,7 @@ EXPERIMENTS = {
         "4 epochs, noise on log s in the gate": noisy(),
         "1 epoch, noise on log s in the gate": noisy(epochs=1),
         "training forward in bf16": {
-            **both(**BEST, autocast=True),
+            **both(**EARLY, autocast=True),
             "GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True),
         },
     },
@@ -344,9 +345,9 @@ EXPERIMENTS = {
         for tokens in CHAINS
     },
     "unfinished": {
-        "40 rollouts": both(**BEST, task="unfinished", max_steps=40),
+        "40 rollouts": both(**EARLY, task="unfinished", max_steps=40),
         "60 tokens, 100 rollouts, learning rate 1e-3": both(
-            **BEST, task="unfinished, 60 tokens", max_steps=100, learning_rate=1e-3),
+            **EARLY, task="unfinished, 60 tokens", max_steps=100, learning_rate=1e-3),
     },
     "unfinished_60": {
         "60 tokens, 100 rollouts, lower clip range": ranges_of_both(
@@ -354,7 +355,7 @@ EXPERIMENTS = {
             learning_rate=3e-4),
     },
     "collapse": {
-        "from a policy that a run without a gate has ruined": both(**BEST, first=NO_GATE),
+        "from a policy that a run without a gate has ruined": both(**EARLY, first=NO_GATE),
         "from GSPO's policy": {"no gate": no_gate("one", first=arm(GSPO, 0.003))},
     },
     "corrected": {
@@ -368,26 +369,26 @@ EXPERIMENTS = {
         "1 epoch, ranges chosen": both(0.01, 0.2, epochs=1),
         "4 epochs, the papers' ranges": both(3e-4, 0.2),
         "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1),
-        "1 epoch, early ranges": both(**BEST, epochs=1),
+        "1 epoch, early ranges": both(**EARLY, epochs=1),
     },
     "learning_rate": {
-        "learning rate 1e-4": both(**BEST, learning_rate=1e-4),
-        "3e-4": both(**BEST),
-        "6e-4": both(**BEST, learning_rate=6e-4),
+        "learning rate 1e-4": both(**EARLY, learning_rate=1e-4),
+        "3e-4": both(**EARLY),
+        "6e-4": both(**EARLY, learning_rate=6e-4),
     },
     "long_run": {
         "40 rollouts, lower clip range": ranges_of_both((0.003, 3e-4), (0.1, 0.2), max_steps=40),
     },
     "critic": {
         "": {
-            **both(**BEST),
+            **both(**EARLY),
             "PPO, critic, GAE 1": arm(GRPO, 0.1, critic=1),
             "PPO, critic, GAE 0.95": arm(GRPO, 0.1, critic=0.95),
         },
     },
     "advantages": {
         "": {
-            **both(**BEST),
+            **both(**EARLY),
             "reward-weighted regression": arm(GSPO, 0.003, advantages="softmax_advantages"),
             "best of n": arm(GSPO, 0.003, advantages="best_of_n_advantages"),
         },
@@ -406,8 +407,8 @@ EXPERIMENTS = {
     },
     "moe": {
         "": {
-            **both(**BEST, task="long_moe", replay=False),
-            **both(**BEST, label=", Routing Replay", task="long_moe", replay=True),
+            **both(**EARLY, task="long_moe", replay=False),
+            **both(**EARLY, label=", Routing Replay", task="long_moe", replay=True),
         },
     },
     "engine": {
@@ -453,12 +454,12 @@ def cold_start(task, cold):
 
 
 def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
-    """Share of right answers to 256 questions: "held out", which RL never sees, or others, to
-    choose ranges by."""
+    """Share of right answers to 256 questions (small world: 175): "held out", which RL never sees,
+    or others, to choose ranges by."""
     torch.manual_seed(cold)
     questions = TASKS[task].questions(name, 256)
     cfg = settings_of(task)
-    cfg.rollout_rows *= cfg.group_size  # 128 questions at once
+    cfg.rollout_rows *= cfg.group_size  # 128 questions at once, or more
     if task == "two turns":
         return parts.TwoTurns(tokenizer, False).right(model, questions, temperature, cfg)
     found = train_math.evaluate(model, tokenizer, questions, cfg, parts.task_reward, temperature)
@@ -772,15 +773,17 @@ def draw_opening(rows, path):
     """The opening's arms on two tasks: a dot is a run, a bar the mean."""
     on_world = EXPERIMENTS["world"] | EXPERIMENTS["world_few"]
     panels = {
-        "long task": {16: opening(**BEST), 4: opening(**BEST, epochs=1)},
+        "long task": {16: opening(**EARLY), 4: opening(**EARLY, epochs=1)},
         "small world": {32: on_world["32 updates a rollout"], 4: on_world["4 updates a rollout"]},
     }
     figure = Figure((12, 5), layout="constrained")
     for axis, (task, panel) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
         before = []
         for i, (updates, arms) in enumerate(panel.items()):
+            colds_of_each = [set(by_cold_start(runs_of(spec, rows))) for spec in arms.values()]
+            common = set.intersection(*colds_of_each)
             for y, spec in enumerate(arms.values()):
-                own = runs_of(spec, rows)
+                own = [r for r in runs_of(spec, rows) if r["cold"] in common]
                 if own:
                     before += [r["start"] for r in own]
                     right = [r["accuracy"] for r in own]
@@ -789,7 +792,8 @@ def draw_opening(rows, path):
                     axis.plot([mean(own)] * 2, [height - 0.15, height + 0.15], color="black",
                               linewidth=2.5)
             axis.plot([], [], "o", color=f"C{i}", label=f"{updates} updates a rollout")
-        axis.axvspan(min(before), max(before), color="gray", alpha=0.3, label="before RL")
+        if before:
+            axis.axvspan(min(before), max(before), color="gray", alpha=0.3, label="before RL")
         axis.set(title=task, xlabel="right answers after RL (bar: mean)", xlim=(-0.02, 1.02),
                  ylim=(5.5, -0.5))
         axis.set_yticks(range(len(arms)), list(arms))

@@ -2,10 +2,6 @@
 gspo.gspo_loss's arguments. What eps_low and eps_high mean, each docstring tells; rivals.SUCCESSORS
 has the papers' values. The formulas are those of implementations (TRL, verl, SkyRL); of the papers,
 abstracts were read."""
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from gspo import _log_ratio, _loss, _token_mean, clipped_objective, gspo_loss
@@ -22,6 +18,8 @@ def loss_of(objective):
         value = objective(log_ratio, advantages, mask, eps_low, eps_high)
         value = value.where(mask.any(dim=1), 0)  # without tokens: as in gspo_loss
         return _loss(value, denominator)
+
+    loss.__doc__ = objective.__doc__
     return loss
 
 

@@ -17,10 +17,10 @@ from experiments.plot import read, write  # noqa: E402
 from lesson import sums  # noqa: E402
 
 
-def ask(path, model, questions, cfg):
+def ask(path, name, questions, cfg):
     if path.exists():
         return
-    model, tokenizer = train_math.load(model, cfg.device)
+    model, tokenizer = train_math.load(str(name), cfg.device)
     rows = []
     given = gsm8k.answers(model, tokenizer, questions, cfg, temperature=0.0)
     for row, (text, in_box, right) in zip(questions, given):
@@ -44,6 +44,8 @@ def main():
     for when, model in models.items():
         ask(a.run / f"gsm8k_{when}.jsonl", model, questions, cfg)
     before, after = (read(a.run / f"gsm8k_{when}.jsonl") for when in models)
+    if [row["question"] for row in before] != [row["question"] for row in after]:
+        parser.error(f"{a.run} has answers to other questions: delete gsm8k_before.jsonl")
     for when, rows in ("before", before), ("after", after):
         boxed = sum(row["in_box"] for row in rows)
         print(f"{when}: right by the last number {sums.told(rows)} of {len(rows)}; "

@@ -181,27 +181,30 @@ def draw(runs, path):
         name = settings["algorithm"].upper()
         color = "C1" if name == "GRPO" else "C0"
         curve = [row["reward"] for row in steps]
-        shown[f"{name}, samples in training"], = axis.plot(
-            range(1, len(steps) + 1), curve, ".-", color=color, alpha=0.5)
+        line, = axis.plot(range(1, len(steps) + 1), curve, ".-", color=color, alpha=0.5)
+        shown[f"{name}, samples in training"] = line
         for (when, temperature), rows in answers.items():
             if temperature in TEMPERATURES["after"]:
                 y, low, high = share(rows)
-                after = len(steps) + 0.7 + i / 4 + temperature * (len(runs) / 4 + 0.2)
+                after = len(steps) + 0.8 + i / 4 + temperature * (len(runs) / 4 + 0.2)
                 x, own = (after, color) if when == "after" else (0, "black")
-                shown["held out, sampled" if temperature else "held out, greedy"] = axis.errorbar(
-                    x, y, [[y - low], [high - y]], fmt="o" if temperature else "s", capsize=3,
-                    color=own)
+                axis.errorbar(x, y, [[y - low], [high - y]], fmt="o" if temperature else "s",
+                              capsize=3, color=own)
+    for name, mark in ("held out, greedy", "s"), ("held out, sampled", "o"):
+        line, = axis.plot([], [], mark, color="black")
+        shown[name] = line
     best = max(share(rows)[0] for (when, _), rows in answers.items() if when == "before")
     shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
-    axis.set(xlabel="rollout", title="right, by the last number (95%)", ylim=(0, 1),
-             xticks=range(0, len(steps) + 1, 2))
+    axis.set(xlabel="rollout", title="right, by the last number (95%)", ylim=(0, 1))
+    places = range(2, len(steps) + 1, 2)
+    axis.set_xticks([0, *places, after], ["before", *places, "after"])
     axis.grid(alpha=0.3)
     figure.legend(shown.values(), shown, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
 
 
 def show(folders):
-    """A run's table.md and sums.png; of several a line each, printed, and runs.png beside them."""
+    """A run's table.md and sums.png; of several a line each is printed, and compared.png drawn."""
     if not folders:
         sys.exit("sums.py: --show needs the folder of a run, or several")
     runs = {folder: load_run(folder) for folder in folders}
@@ -211,7 +214,7 @@ def show(folders):
     if len(runs) > 1 or not finished:
         print(compare(runs))
         if finished:
-            draw(finished, folder.parent / "runs.png")
+            draw(finished, folder.parent / "compared.png")
         return
     _, steps, answers = runs[folder]
     best = max(TEMPERATURES["before"], key=lambda x: share(answers["before", x]))

@@ -119,7 +119,7 @@ class TestShow:
         before = contents(tmp_path)
         sums.main(["--show", *map(str, runs)])
         after = contents(tmp_path)
-        assert len(after.pop(tmp_path / "runs.png")) > 5000
+        assert len(after.pop(tmp_path / "compared.png")) > 5000
         assert after == before, "nothing else is written"
         _, _, *lines = capsys.readouterr().out.strip().split("\n")
         interval = sums.told([{"right": 1.0}] + [{"right": 0.0}] * 3)
