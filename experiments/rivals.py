@@ -309,7 +309,7 @@ EXPERIMENTS = {
         "learning rate 3e-05": gate_or_later(learning_rate=3e-5),
     },
     "greedy": {"long responses, 4 epochs": {**both(0.01, 0.1), "no gate": NO_GATE}},
-    "open": {  # not run yet
+    "open": {
         "60 tokens, 100 rollouts": {
             "GSPO without its clip": no_gate(
                 "sequence", task="unfinished, 60 tokens", max_steps=100, learning_rate=3e-4),
