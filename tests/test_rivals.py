@@ -752,6 +752,14 @@ class TestRuns:
         rivals.draw_noise(rows, None)
         assert drawn == pytest.approx([0.1, 1 / 3, 1, 10 / 3, 10, 100 / 3])
 
+    def test_of_one_task_alone_are_drawn_beside_an_empty_panel(self, tmp_path, capsys):
+        run = {"cold": 0, "seed": 0, "start": 0.2, "accuracy": 0.5}
+        rows = [{"arm": spec, **run} for spec in arms_of("world")]
+        write(tmp_path / "runs.jsonl", rows)
+        rivals.report("world", rows, tmp_path)
+        assert (tmp_path / "opening.png").stat().st_size > 5000
+        assert "GRPO's gate, weight s | 0.50 |" in capsys.readouterr().out
+
     def test_are_compared_cold_start_by_cold_start(self):
         def rows(*accuracies):
             colds = 0, 1, 2, 0
