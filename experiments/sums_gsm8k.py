@@ -23,10 +23,10 @@ def ask(path, name, questions, cfg):
     model, tokenizer = train_math.load(str(name), cfg.device)
     rows = []
     given = gsm8k.answers(model, tokenizer, questions, cfg, temperature=0.0)
-    for row, (text, in_box, right) in zip(questions, given):
-        gold = train_math.gold_answer(row["answer"])
-        rows.append({"question": row["question"], "gold": gold, "response": text,
-                     "right": float(right), "in_box": float(in_box)})
+    for i, (text, in_box, right) in enumerate(given):
+        gold = train_math.gold_answer(questions[i]["answer"])
+        rows.append({"question": i, "gold": gold, "response": text, "right": float(right),
+                     "in_box": float(in_box)})
     write(path, rows)
 
 
@@ -44,7 +44,7 @@ def main():
     for when, model in models.items():
         ask(a.run / f"gsm8k_{when}.jsonl", model, questions, cfg)
     before, after = (read(a.run / f"gsm8k_{when}.jsonl") for when in models)
-    if [row["question"] for row in before] != [row["question"] for row in after]:
+    if [row["gold"] for row in before] != [row["gold"] for row in after]:
         parser.error(f"{a.run} has answers to other questions: delete gsm8k_before.jsonl")
     for when, rows in ("before", before), ("after", after):
         boxed = sum(row["in_box"] for row in rows)
