@@ -323,7 +323,7 @@ def response_log_probs(model, batch, temperature):
     In three lines: logits = model(ids).logits[:, :-1], since position t predicts token t + 1; then
     log_softmax(logits / temperature); then gather, at ids[:, 1:]. But all logits over a vocabulary
     of 151,936 would be the peak of the memory. So only response tokens go through the head, in
-    chunks that CPU caches or a GPU like, and once more in the backward pass."""
+    chunks, and once more in the backward pass."""
     hidden = model.get_decoder()(input_ids=batch.ids, use_cache=False).last_hidden_state
     hidden, tokens = hidden[:, :-1][batch.mask], batch.ids[:, 1:][batch.mask]
     head = model.get_output_embeddings()
@@ -331,8 +331,7 @@ def response_log_probs(model, batch, temperature):
     def log_probs(hidden, tokens):
         return token_log_probs(head(hidden)[None], tokens[None], temperature)[0]
 
-    logits = 2**24 if hidden.is_cuda else 2**22  # at once
-    n = max(1, logits // len(head.weight))
+    n = max(256, 2**22 // len(head.weight))  # rows at once
     parts = [checkpoint(log_probs, h, y, use_reentrant=False, preserve_rng_state=False)
              for h, y in zip(hidden.split(n), tokens.split(n))]
     flat = torch.cat(parts)

@@ -553,8 +553,7 @@ class TestRollout:
 
 class TestLogProbs:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    @pytest.mark.parametrize("at_once", [None, 3, 1])  # rows through the head
-    def test_equal_a_step_by_step_brute_force(self, tiny, monkeypatch, temperature, at_once):
+    def test_equal_a_step_by_step_brute_force(self, tiny, temperature):
         """One forward for each token, without padding, against all at once with padding."""
         model, tokenizer = tiny
         prompts = encoded(tokenizer, [{"question": q} for q in ("Ann?", "Bob has 3 figs.", "Eve")])
@@ -568,26 +567,30 @@ class TestLogProbs:
             for t, token in enumerate(response):
                 logits = model(torch.tensor([prompt + response[:t]])).logits[0, -1]
                 slow.append((logits / temperature).log_softmax(-1)[token].item())
+        batch = train_math.MicroBatch(prompts, responses, [0, 1, 2], "cpu")
+        got = train_math.response_log_probs(model, batch, temperature)
+        assert (got[~batch.mask] == 0).all()
+        assert torch.allclose(got[batch.mask], torch.tensor(slow), atol=1e-5)
+
+    def test_are_the_same_where_a_large_vocabulary_needs_several_chunks(self, tiny, monkeypatch):
+        model, tokenizer = tiny
+        response = tokenizer("12\n#### 5" * 40).input_ids
+        batch = train_math.MicroBatch([[5, 6], [5]], [response[:99], response], [0, 1], "cpu")
+        whole = train_math.response_log_probs(model, batch, 1.0)
         head = model.lm_head
         sizes = []
 
-        class Wide:
-            """The head, as if it had so many words that `at_once` rows fill a chunk."""
-
-            weight = range(2**22 // at_once) if at_once else head.weight
+        class Large:
+            weight = range(151_936)
 
             def __call__(self, hidden):
                 sizes.append(len(hidden))
                 return head(hidden)
 
-        monkeypatch.setattr(model, "get_output_embeddings", Wide)
-        batch = train_math.MicroBatch(prompts, responses, [0, 1, 2], "cpu")
-        got = train_math.response_log_probs(model, batch, temperature)
-        n = len(slow)
-        full, rest = divmod(n, at_once or n)
-        assert sizes == [at_once or n] * full + [rest] * (rest > 0)
-        assert (got[~batch.mask] == 0).all()
-        assert torch.allclose(got[batch.mask], torch.tensor(slow), atol=1e-5)
+        monkeypatch.setattr(model, "get_output_embeddings", Large)
+        chunks = train_math.response_log_probs(model, batch, 1.0)
+        assert sizes == [256, len(response) + 99 - 256]
+        assert torch.allclose(chunks, whole, atol=1e-5)
 
     def test_keep_the_end_token_where_it_is_also_the_pad_token(self):
         end = pad = 0
