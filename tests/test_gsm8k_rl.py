@@ -1,0 +1,66 @@
+"""gsm8k_rl.py: short questions alone, answers before and after, nothing done twice."""
+import pytest
+
+from experiments import gsm8k, gsm8k_rl
+from experiments.plot import read
+from tests.conftest import one_line, sums, write_jsonl
+
+
+@pytest.fixture
+def flags(tmp_path, world):
+    rows = [row | {"answer": f"<<1+1=2>>\n{row['answer']}"} for row in sums(12)]
+    long = {"question": "x" * 300, "answer": "#### 1"}
+    write_jsonl(tmp_path / "train.jsonl", [*rows[:8], long])
+    write_jsonl(tmp_path / "test.jsonl", [long, *rows[8:]])
+    return ["--gsm8k", str(tmp_path), "--model", str(world / "model"), "--device", "cpu",
+            "--max_completion_length", "3", "--max_steps", "1", "--output_dir",
+            str(tmp_path / "run")]
+
+
+def test_trains_and_asks_before_and_after(tmp_path, flags, monkeypatch, capsys):
+    gsm8k_rl.main(flags)
+    run = tmp_path / "run"
+    assert len(read(run / "short" / "train.jsonl")) == 8
+    settings = read(run / "training" / "metrics.jsonl")[0]["settings"]
+    assert settings["dataset"] == str(run / "short")
+    assert settings["learning_rate"] == 3e-6
+    for when in "before", "after":
+        rows = read(run / f"gsm8k_{when}.jsonl")
+        assert [row["temperature"] for row in rows] == [0.0] * 4 + [1.0] * 4
+        assert [row["question"] for row in rows] == [0, 1, 2, 3] * 2
+    assert (run / "gsm8k.png").stat().st_size > 5000
+    capsys.readouterr()
+
+    monkeypatch.setattr(gsm8k, "answers", None)  # a second call asks nothing
+    gsm8k_rl.main(flags)
+    assert "4 questions." in capsys.readouterr().out
+    line = one_line(gsm8k_rl.main, *flags, "--ask_only", "--questions", "3")
+    assert "answers to other questions" in line
+
+
+def test_the_answers_of_another_training_are_asked_for(tmp_path, flags, monkeypatch, capsys):
+    """--ask_only trains nothing; a folder without questions is refused at once."""
+    asked = []
+
+    def answers(model, tokenizer, questions, cfg, temperature):
+        asked.append((model, temperature))
+        right = model.endswith("training/model")
+        return [("5", False, right), *[("6", right, right)] * 3]
+
+    class Tokenizer:
+        def __call__(self, text, add_special_tokens):
+            self.input_ids = [1] * 2
+            return self
+
+    monkeypatch.setattr(gsm8k, "answers", answers)
+    monkeypatch.setattr(gsm8k_rl.train_math, "load", lambda name, device: (name, Tokenizer()))
+    gsm8k_rl.main([*flags, "--ask_only", "--temperatures", "0"])
+    after = str(tmp_path / "run" / "training" / "model")
+    assert asked == [(flags[3], 0.0), (after, 0.0)]
+    table = capsys.readouterr().out
+    assert "before | greedy | 0.0% (0.0% to 49.0%) | 0.0% (0.0% to 49.0%) | 100.0% | 2" in table
+    assert "after | greedy | 100.0% (51.0% to 100.0%) | 75.0%" in table
+    assert "by the last number +100.0%" in table
+    assert "in the box +75.0%" in table
+    (tmp_path / "test.jsonl").unlink()
+    assert "no questions in" in one_line(gsm8k_rl.main, *flags)
