@@ -189,7 +189,7 @@ def score(reward, questions, texts, **more):
     rows = [row for row in questions for _ in range(len(texts) // len(questions))]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     rewards = reward(prompts=columns["question"], completions=texts, **columns, **more)
-    return torch.tensor(rewards, dtype=torch.float32)
+    return torch.tensor(rewards, dtype=torch.float32).view(len(texts))  # one a text, or an error
 
 
 # ---- model and rollout ---------------------------------------------------------------------------

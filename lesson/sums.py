@@ -243,6 +243,8 @@ def main(argv):
     algorithm = train_math.parse_settings(SETTINGS + argv).algorithm
     flags = SETTINGS + ([] if algorithm == "grpo" else GSPO_RANGE) + argv
     cfg = train_math.parse_settings(flags)
+    if cfg.dataset != train_math.Settings.dataset:
+        sys.exit("sums.py: it makes its own questions: no --dataset")
     folder = Path(cfg.output_dir)
     refuse_another(folder, cfg)
     questions, held_out = make_questions()

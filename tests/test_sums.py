@@ -147,6 +147,9 @@ class TestShow:
         for folders in [tmp_path], [run, tmp_path / "nowhere"]:
             assert f"no run in {folders[-1]}:" in one_line(sums.main, "--show", *folders)
 
+    def test_with_another_dataset_is_one_clear_line(self):
+        assert "makes its own questions" in one_line(sums.main, "--dataset", "my.jsonl")
+
 
 @pytest.fixture(scope="module")
 def flags(world):

@@ -395,6 +395,10 @@ class TestDataset:
         prompts = ["a?", "a?", "b?", "b?"]
         assert asked == [(prompts, ["w", "x", "y", "z"], [1, 1, 2, 2], {"question": prompts})]
 
+    def test_refuses_a_reward_that_gives_one_number_a_question_instead_of_one_a_response(self):
+        with pytest.raises(RuntimeError, match=r"shape '\[4\]' is invalid for input of size 2"):
+            train_math.score(lambda **columns: [1, 2], sums(2), ["w", "x", "y", "z"])
+
 
 class TestRollout:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
