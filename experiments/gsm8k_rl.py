@@ -47,6 +47,11 @@ def ask(path, name, questions, cfg, temperatures):
     return answers
 
 
+def paid(rows):
+    """The same answers, right if the number in the box is."""
+    return [row | {"right": row["in_box"]} for row in rows]
+
+
 def table(answers, temperatures):
     """Markdown: each model's answers, {"before": {temperature: rows}, "after": ...}, and gains."""
     lines = [
@@ -58,7 +63,7 @@ def table(answers, temperatures):
         in_box = {}
         for when in answers:
             rows = answers[when][t]
-            in_box[when] = [row | {"right": row["in_box"]} for row in rows]
+            in_box[when] = paid(rows)
             cut, tokens = (gsm8k.mean([row[name] for row in rows]) for name in ("cut", "tokens"))
             cells = [when, t or "greedy", sums.told(rows), sums.told(in_box[when])]
             lines.append(" | ".join(map(str, [*cells, f"{cut:.1%}", f"{tokens:.0f}"])))
@@ -100,8 +105,8 @@ def main(argv):
     if a.ask_only:
         return
     settings, steps, _ = sums.load_run(folder)
-    asked = {(when, t): rows for when, given in answers.items() for t, rows in given.items()}
-    sums.draw({folder: (settings, steps, asked)}, folder / "gsm8k.png")
+    asked = {(when, t): paid(rows) for when, given in answers.items() for t, rows in given.items()}
+    sums.draw({folder: (settings, steps, asked)}, folder / "gsm8k.png", "right, in the box (95%)")
 
 
 if __name__ == "__main__":
