@@ -1,9 +1,13 @@
 """gsm8k_rl.py: short questions alone, answers before and after, nothing done twice."""
+from pathlib import Path
+
 import pytest
 
 from experiments import gsm8k, gsm8k_rl
 from experiments.plot import read
 from tests.conftest import one_line, sums, write_jsonl
+
+EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 
 
 @pytest.fixture
@@ -64,3 +68,22 @@ def test_the_answers_of_another_training_are_asked_for(tmp_path, flags, monkeypa
     assert "in the box +75.0%" in table
     (tmp_path / "test.jsonl").unlink()
     assert "no questions in" in one_line(gsm8k_rl.main, *flags)
+
+
+def test_the_page_tells_what_the_logs_say():
+    answers = {}
+    for when in "before", "after":
+        rows = read(EXPERIMENTS / "results" / "gsm8k" / "rl" / f"gsm8k_{when}.jsonl")
+        answers[when] = {t: [row for row in rows if row["temperature"] == t] for t in (0.0, 1.0)}
+    page = (EXPERIMENTS / "qwen.md").read_text(encoding="utf-8")
+    lines = gsm8k_rl.table(answers, [0.0, 1.0]).split("\n")
+    for line, name in zip(lines[2:6], ("greedy: before", "after", "sampled: before", "after")):
+        _, _, right, in_box, cut, tokens = line.split(" | ")
+        right, in_box = right.split(" ")[0], in_box.split(" ")[0]
+        found = [row for row in page.split("\n") if row.startswith(f"| {name} | {right} | ")]
+        assert len(found) == 1, line
+        assert f" | {in_box} | {cut} | {tokens} |" in found[0]
+    for line in lines[7:9]:
+        gain = line.split("by the last number ")[1].split(";")[0]
+        gain = gain.replace("%", "").replace("95: ", "").replace("p = ", "p ")
+        assert f"| {gain} |" in page
