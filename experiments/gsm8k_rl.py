@@ -27,24 +27,25 @@ SETTINGS = [
 def ask(path, name, questions, cfg, temperatures):
     """The answers in path, a line each, once all questions were asked at each temperature."""
     rows = read(path)
-    missing = [t for t in temperatures if t not in {row["temperature"] for row in rows}]
+    golds = [train_math.gold_answer(row["answer"]) for row in questions]
+    asked = {row["temperature"] for row in rows}
+    for t in asked.intersection(temperatures):
+        if [row["gold"] for row in rows if row["temperature"] == t] != golds:
+            sys.exit(f"gsm8k_rl.py: {path} has answers to other questions: choose another folder")
+    missing = [t for t in temperatures if t not in asked]
     if missing:
-        model, tokenizer = train_math.load(str(name), cfg.device)
+        with train_math.blame(f"--model {name}"):
+            model, tokenizer = train_math.load(str(name), cfg.device)
     for temperature in missing:
         given = gsm8k.answers(model, tokenizer, questions, cfg, temperature)
         for i, (text, in_box, right) in enumerate(given):
             tokens = len(tokenizer(text, add_special_tokens=False).input_ids)
             rows.append({
                 "question": i, "temperature": temperature, "response": text,
-                "gold": train_math.gold_answer(questions[i]["answer"]), "right": float(right),
-                "in_box": float(in_box), "tokens": tokens,
+                "gold": golds[i], "right": float(right), "in_box": float(in_box), "tokens": tokens,
                 "cut": tokens >= cfg.max_completion_length - 1})
         write(path, rows)
-    answers = {t: [row for row in rows if row["temperature"] == t] for t in temperatures}
-    golds = [train_math.gold_answer(row["answer"]) for row in questions]
-    if any([row["gold"] for row in own] != golds for own in answers.values()):
-        sys.exit(f"gsm8k_rl.py: {path} has answers to other questions: choose another folder")
-    return answers
+    return {t: [row for row in rows if row["temperature"] == t] for t in temperatures}
 
 
 def paid(rows):

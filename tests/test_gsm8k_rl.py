@@ -16,9 +16,14 @@ def flags(tmp_path, world):
     long = {"question": "x" * 300, "answer": "#### 1"}
     write_jsonl(tmp_path / "train.jsonl", [*rows[:8], long])
     write_jsonl(tmp_path / "test.jsonl", [long, *rows[8:]])
-    return ["--gsm8k", str(tmp_path), "--model", str(world / "model"), "--device", "cpu",
-            "--max_completion_length", "3", "--max_steps", "1", "--output_dir",
-            str(tmp_path / "run")]
+    return [
+        f"--gsm8k={tmp_path}",
+        f"--model={world / 'model'}",
+        f"--output_dir={tmp_path / 'run'}",
+        "--device=cpu",
+        "--max_completion_length=3",
+        "--max_steps=1",
+    ]
 
 
 def test_trains_and_asks_before_and_after(tmp_path, flags, monkeypatch, capsys):
@@ -38,8 +43,8 @@ def test_trains_and_asks_before_and_after(tmp_path, flags, monkeypatch, capsys):
     monkeypatch.setattr(gsm8k, "answers", None)  # a second call asks nothing
     gsm8k_rl.main(flags)
     assert "4 questions." in capsys.readouterr().out
-    line = one_line(gsm8k_rl.main, *flags, "--ask_only", "--questions", "3")
-    assert "answers to other questions" in line
+    other = [*flags, "--ask_only", "--questions", "3", "--temperatures"]
+    assert "answers to other questions" in one_line(gsm8k_rl.main, *other, "1", "0.5")
 
 
 def test_the_answers_of_another_training_are_asked_for(tmp_path, flags, monkeypatch, capsys):
@@ -60,7 +65,7 @@ def test_the_answers_of_another_training_are_asked_for(tmp_path, flags, monkeypa
     monkeypatch.setattr(gsm8k_rl.train_math, "load", lambda name, device: (name, Tokenizer()))
     gsm8k_rl.main([*flags, "--ask_only", "--temperatures", "0"])
     after = str(tmp_path / "run" / "training" / "model")
-    assert asked == [(flags[3], 0.0), (after, 0.0)]
+    assert asked == [(flags[1].removeprefix("--model="), 0.0), (after, 0.0)]
     table = capsys.readouterr().out
     assert "before | greedy | 0.0% (0.0% to 49.0%) | 0.0% (0.0% to 49.0%) | 100.0% | 2" in table
     assert "after | greedy | 100.0% (51.0% to 100.0%) | 75.0%" in table
