@@ -84,6 +84,8 @@ def main(argv):
     a, flags = parser.parse_known_args(argv)
     flags = SETTINGS + flags
     cfg = train_math.parse_settings(flags)
+    if cfg.dataset != train_math.Settings.dataset:
+        sys.exit("gsm8k_rl.py: --gsm8k names the questions: no --dataset")
     folder = Path(cfg.output_dir)
     data = folder / "short"
     data.mkdir(parents=True, exist_ok=True)

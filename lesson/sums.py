@@ -176,7 +176,7 @@ def draw(runs, path, title="right, by the last number (95%)"):
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    shown = {}
+    shown, afters = {}, []
     for i, (settings, steps, answers) in enumerate(runs.values()):
         name = settings["algorithm"].upper()
         color = "C1" if name == "GRPO" else "C0"
@@ -186,8 +186,11 @@ def draw(runs, path, title="right, by the last number (95%)"):
         for (when, temperature), rows in answers.items():
             if temperature in TEMPERATURES["after"]:
                 y, low, high = share(rows)
-                after = len(steps) + 0.8 + i / 4 + temperature * (len(runs) / 4 + 0.2)
-                x, own = (after, color) if when == "after" else (0, "black")
+                x, own = 0, "black"
+                if when == "after":
+                    x = len(steps) + 0.8 + i / 4 + temperature * (len(runs) / 4 + 0.2)
+                    own = color
+                    afters.append(x)
                 axis.errorbar(x, y, [[y - low], [high - y]], fmt="o" if temperature else "s",
                               capsize=3, color=own)
     for name, mark in ("held out, greedy", "s"), ("held out, sampled", "o"):
@@ -197,7 +200,7 @@ def draw(runs, path, title="right, by the last number (95%)"):
     shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
     axis.set(xlabel="rollout", title=title, ylim=(0, 1))
     places = range(2, len(steps) + 1, 2)
-    axis.set_xticks([0, *places, after], ["before", *places, "after"])
+    axis.set_xticks([0, *places, sum(afters) / len(afters)], ["before", *places, "after"])
     axis.grid(alpha=0.3)
     figure.legend(shown.values(), shown, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)

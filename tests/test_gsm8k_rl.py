@@ -45,6 +45,7 @@ def test_trains_and_asks_before_and_after(tmp_path, flags, monkeypatch, capsys):
     assert "4 questions." in capsys.readouterr().out
     other = [*flags, "--ask_only", "--questions", "3", "--temperatures"]
     assert "answers to other questions" in one_line(gsm8k_rl.main, *other, "1", "0.5")
+    assert "no --dataset" in one_line(gsm8k_rl.main, *flags, "--dataset", "my.jsonl")
 
 
 def test_the_answers_of_another_training_are_asked_for(tmp_path, flags, monkeypatch, capsys):

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from experiments import plot, sums_given
+from experiments import plot, sums_given, sums_range
 from experiments.plot import read
 from lesson import sums
 from tests.conftest import one_line
@@ -284,3 +284,60 @@ def test_the_logs_that_are_kept_give_the_figures_that_are_told(tmp_path, monkeyp
         assert figure in said
     for figure in "69.5% (63.6% to 74.8%)", "+9.8 points (+6.1 to", "+8.6 (+3.5 to":
         assert figure in page
+
+
+class TestRange:
+    @pytest.fixture
+    def trained(self, monkeypatch):
+        """What train() is called with."""
+        calls = []
+
+        def train(cfg, model, tokenizer, questions, held_out, reward):
+            calls.append((cfg, questions, held_out, reward))
+            step = {"reward": 0.5, "log_ratio_std": 0.1, "clip_fraction": 0.2, "seconds": 60}
+            return [{"eval_reward": 0.25}, *[step] * 9,
+                    step | {"eval_reward": 0.75, "eval_reward_interval": (0.7, 0.8)}]
+
+        monkeypatch.setattr(sums.train_math, "load", lambda name, device: (name, None))
+        monkeypatch.setattr(sums.train_math, "train", train)
+        return calls
+
+    def call(self, monkeypatch, *argv):
+        monkeypatch.setattr("sys.argv", ["sums_range.py", *map(str, argv)])
+        sums_range.main()
+
+    def test_reported_questions_are_neither_trained_on_nor_asked(self, trained):
+        sums_range.run(("gspo", 3e-3, 4e-3, 1e-6), "MODEL", 3)
+        cfg, questions, held_out, reward = trained[0]
+        assert reward is sums.last_number_reward
+        assert cfg.output_dir is None
+        assert cfg.seed == 3
+        factors = [{frozenset(row["factors"]) for row in rows}
+                   for rows in (questions, held_out, sums.make_questions()[1])]
+        assert len(held_out) == cfg.eval_size == 256
+        assert sum(map(len, factors)) == len(set.union(*factors)), "none in two sets"
+
+    def test_an_arm_is_run_once(self, trained, tmp_path, monkeypatch, capsys):
+        self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
+        arms = [(cfg.algorithm, cfg.eps_low, cfg.eps_high, cfg.learning_rate)
+                for cfg, *_ in trained]
+        assert arms == list(sums_range.ARMS.values())
+        (tmp_path / "grpo_0.2.jsonl").unlink()
+        self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
+        assert len(trained) == len(arms) + 1
+        assert trained[-1][0].algorithm == "grpo"
+        capsys.readouterr()
+        self.call(monkeypatch, "--show", tmp_path)
+        line = "grpo_0.2 | 1.5e-06 | 25.0% | 75.0% (70.0% to 80.0%) | 50.0% | 0.1 | 20.0% | 20.0%"
+        assert f"{line} | 10\n" in capsys.readouterr().out
+
+    def test_has_the_settings_of_the_runs_that_are_told(self):
+        for arm, run in ("gspo_3e-3", "gspo_0"), ("grpo_0.2", "grpo_0"):
+            settings = read(LOGS.parent / run / "training" / "metrics.jsonl")[0]["settings"]
+            names = "algorithm", "eps_low", "eps_high", "learning_rate"
+            assert sums_range.ARMS[arm] == tuple(settings[name] for name in names)
+
+    def test_without_a_model_is_refused(self, monkeypatch, capsys):
+        with pytest.raises(SystemExit):
+            self.call(monkeypatch)
+        assert "--model or --show" in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""Which clip range and which learning rate suit lesson/sums.py?
+
+    python experiments/sums_range.py --model MODEL
+    python experiments/sums_range.py --show experiments/results/sums/range
+
+One run of sums.py an arm, on a seed that it does not report. They are judged on 256 of its training
+questions, taken out: the 256 that it reports are neither trained on nor asked. An arm's log is
+written when it is done, its weights are not; the same command goes on with the next arm.
+"""
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train_math  # noqa: E402
+from experiments.plot import read, write  # noqa: E402
+from lesson import sums  # noqa: E402
+
+ARMS = {  # (algorithm, eps_low, eps_high, learning rate); the first and third are those of sums.py
+    "gspo_3e-3": ("gspo", 3e-3, 4e-3, 1.5e-6),
+    "gspo_3e-4": ("gspo", 3e-4, 4e-4, 1.5e-6),
+    "grpo_0.2": ("grpo", 0.2, 0.27, 1.5e-6),
+    "gspo_3e-2": ("gspo", 3e-2, 4e-2, 1.5e-6),
+    "grpo_0.02": ("grpo", 0.02, 0.027, 1.5e-6),
+    "gspo_3e-3_rate_3e-6": ("gspo", 3e-3, 4e-3, 3e-6),
+    "grpo_0.2_rate_3e-6": ("grpo", 0.2, 0.27, 3e-6)}
+
+
+def run(arm, model, seed, n_held_out=256):
+    """Trains an arm and returns its metrics, of which the first and the last are evaluations."""
+    algorithm, low, high, rate = arm
+    cfg = train_math.parse_settings([
+        *sums.SETTINGS, f"--model={model}", f"--seed={seed}", f"--algorithm={algorithm}",
+        f"--eps_low={low}", f"--eps_high={high}", f"--learning_rate={rate}"])
+    cfg = replace(cfg, output_dir=None, save_steps=cfg.max_steps, eval_size=n_held_out)
+    questions, _ = sums.make_questions()
+    model, tokenizer = train_math.load(model, cfg.device)
+    return train_math.train(cfg, model, tokenizer, questions[n_held_out:], questions[:n_held_out],
+                            reward=sums.last_number_reward)
+
+
+def table(folder):
+    """Markdown: a line an arm that is done."""
+    lines = ["arm | rate | greedy before | greedy after (95%) | samples of the last five rollouts | "
+             "log s after the first | clipped, at first | later | minutes",
+             "---|---|---|---|---|---|---|---|---"]
+    for name, (*_, rate) in ARMS.items():
+        rows = read(folder / f"{name}.jsonl")
+        if not rows:
+            continue
+        start, *steps = rows
+        low, high = steps[-1]["eval_reward_interval"]
+        cells = [
+            name, f"{rate:g}", f"{start['eval_reward']:.1%}",
+            f"{steps[-1]['eval_reward']:.1%} ({low:.1%} to {high:.1%})",
+            f"{sum(row['reward'] for row in steps[-5:]) / 5:.1%}",
+            f"{steps[0]['log_ratio_std']:.2g}", f"{steps[0]['clip_fraction']:.1%}",
+            f"{sum(row['clip_fraction'] for row in steps[1:]) / len(steps[1:]):.1%}",
+            sums.minutes(steps)]
+        lines.append(" | ".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="hub id or folder")
+    parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--output_dir", type=Path, default="runs/sums_range")
+    parser.add_argument("--show", type=Path)
+    a = parser.parse_args()
+    if a.show:
+        print(table(a.show))
+        return
+    if not a.model:
+        parser.error("--model or --show")
+    a.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, arm in ARMS.items():
+        path = a.output_dir / f"{name}.jsonl"
+        if not path.exists():
+            write(path, run(arm, a.model, a.seed))
+            print(table(a.output_dir))
+
+
+if __name__ == "__main__":
+    main()
