@@ -17,13 +17,13 @@ import train_math  # noqa: E402
 from experiments.plot import read, write  # noqa: E402
 from lesson import sums  # noqa: E402
 
-ARMS = {  # (algorithm, eps_low, eps_high, learning rate); the first and third are those of sums.py
-    "gspo_3e-3": ("gspo", 3e-3, 4e-3, 1.5e-6),
+ARMS = {  # (algorithm, eps_low, eps_high, learning rate)
     "gspo_3e-4": ("gspo", 3e-4, 4e-4, 1.5e-6),
-    "grpo_0.2": ("grpo", 0.2, 0.27, 1.5e-6),
+    "gspo_3e-3": ("gspo", 3e-3, 4e-3, 1.5e-6),
     "gspo_3e-2": ("gspo", 3e-2, 4e-2, 1.5e-6),
-    "grpo_0.02": ("grpo", 0.02, 0.027, 1.5e-6),
     "gspo_3e-3_rate_3e-6": ("gspo", 3e-3, 4e-3, 3e-6),
+    "grpo_0.02": ("grpo", 0.02, 0.027, 1.5e-6),
+    "grpo_0.2": ("grpo", 0.2, 0.27, 1.5e-6),
     "grpo_0.2_rate_3e-6": ("grpo", 0.2, 0.27, 3e-6)}
 
 
@@ -31,7 +31,8 @@ def run(arm, model, seed, n_held_out=256):
     """Trains an arm and returns its metrics, of which the first and the last are evaluations."""
     algorithm, low, high, rate = arm
     cfg = train_math.parse_settings([
-        *sums.SETTINGS, f"--model={model}", f"--seed={seed}", f"--algorithm={algorithm}",
+        *sums.SETTINGS, "--dataset=lesson/sums.py", f"--model={model}", f"--seed={seed}",
+        f"--algorithm={algorithm}",
         f"--eps_low={low}", f"--eps_high={high}", f"--learning_rate={rate}"])
     cfg = replace(cfg, output_dir=None, save_steps=cfg.max_steps, eval_size=n_held_out)
     questions, _ = sums.make_questions()
@@ -42,24 +43,28 @@ def run(arm, model, seed, n_held_out=256):
 
 def table(folder):
     """Markdown: a line an arm that is done."""
-    lines = ["arm | rate | greedy before | greedy after (95%) | samples of the last five rollouts | "
-             "log s after the first | clipped, at first | later | minutes",
-             "---|---|---|---|---|---|---|---|---"]
-    for name, (*_, rate) in ARMS.items():
+    lines = [
+        "arm | greedy (95%) | samples of the last five rollouts | spread of log s, first rollout | "
+        "clipped, first rollout | later | minutes",
+        "---|---|---|---|---|---|---"]
+    for name in ARMS:
         rows = read(folder / f"{name}.jsonl")
         if not rows:
             continue
         start, *steps = rows
-        low, high = steps[-1]["eval_reward_interval"]
-        cells = [
-            name, f"{rate:g}", f"{start['eval_reward']:.1%}",
-            f"{steps[-1]['eval_reward']:.1%} ({low:.1%} to {high:.1%})",
-            f"{sum(row['reward'] for row in steps[-5:]) / 5:.1%}",
-            f"{steps[0]['log_ratio_std']:.2g}", f"{steps[0]['clip_fraction']:.1%}",
-            f"{sum(row['clip_fraction'] for row in steps[1:]) / len(steps[1:]):.1%}",
-            sums.minutes(steps)]
-        lines.append(" | ".join(cells))
-    return "\n".join(lines) + "\n"
+        if len(lines) == 2:
+            lines.append(f"untrained | {greedy(start)} | | | | | ")
+        samples = sum(row["reward"] for row in steps[-5:]) / 5
+        first, *later = [row["clip_fraction"] for row in steps]
+        lines.append(
+            f"{name} | {greedy(steps[-1])} | {samples:.1%} | {steps[0]['log_ratio_std']:.2f} | "
+            f"{first:.0%} | {sum(later) / len(later):.0%} | {sums.minutes(steps)}")
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def greedy(row):
+    low, high = row["eval_reward_interval"]
+    return f"{row['eval_reward']:.1%} ({low:.1%} to {high:.1%})"
 
 
 def main():

@@ -12,6 +12,7 @@ from lesson import sums
 from tests.conftest import one_line
 
 LOGS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "sums" / "gspo_0"
+PAGE = (LOGS.parent / "README.md").read_text(encoding="utf-8")
 
 
 class TestQuestions:
@@ -197,7 +198,7 @@ def test_a_run_is_taken_up_and_no_answer_is_given_twice(tmp_path, monkeypatch, f
     sums.main(command)
     assert len(asked) == 10
     assert len(trained) == 2
-    assert trained[0].eps_low == 3e-3
+    assert trained[0].eps_low == 3e-2
     assert trained[0].max_steps == 1
     assert trained[0].dataset == str(tmp_path / "data")
     assert trained[0].output_dir == str(tmp_path / "training")
@@ -278,12 +279,29 @@ def test_the_logs_that_are_kept_give_the_figures_that_are_told(tmp_path, monkeyp
     assert (run / "table.md").read_text() == (LOGS / "table.md").read_text()
     monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "not asked again"])
     sums_given.main()
-    page = (LOGS.parent / "README.md").read_text()
     said = capsys.readouterr().out
     for figure in "69.5% (63.6% to 74.8%)", "+9.8% (95%: +6.1% to", "+8.6% (95%: +3.5% to":
         assert figure in said
     for figure in "69.5% (63.6% to 74.8%)", "+9.8 points (+6.1 to", "+8.6 (+3.5 to":
-        assert figure in page
+        assert figure in PAGE
+
+
+@pytest.mark.parametrize("name", [
+    f"{algorithm}_{seed}" for algorithm in ("gspo_wide", "grpo", "gspo") for seed in range(3)])
+def test_the_page_has_each_run_in_a_line(name):
+    """Its greedy answers, how they changed, and its samples; and what the form does not explain."""
+    folder = LOGS.parent / name
+    _, _, answers = sums.load_run(folder)
+    before, after = (answers[when, 0.0] for when in ("before", "after"))
+    given = read(folder / "before_given.jsonl")
+    changes = []
+    for rows in before, given:
+        change, _ = sums.gain(rows, after).split(", p = ")
+        changes.append(change.replace("95%: ", "").replace("%", ""))
+    sampled, *_ = sums.told(answers["after", 1.0]).split(" ")
+    found = [line for line in PAGE.splitlines() if f"[{name}]({name})" in line]
+    for figure in sums.told(after), *changes, f"| {sampled} |":
+        assert figure in found[0]
 
 
 class TestRange:
@@ -295,8 +313,9 @@ class TestRange:
         def train(cfg, model, tokenizer, questions, held_out, reward):
             calls.append((cfg, questions, held_out, reward))
             step = {"reward": 0.5, "log_ratio_std": 0.1, "clip_fraction": 0.2, "seconds": 60}
-            return [{"eval_reward": 0.25}, *[step] * 9,
-                    step | {"eval_reward": 0.75, "eval_reward_interval": (0.7, 0.8)}]
+            start = {"eval_reward": 0.25, "eval_reward_interval": (0.2, 0.3)}
+            end = step | {"eval_reward": 0.75, "eval_reward_interval": (0.7, 0.8)}
+            return [start, *[step] * 8, step | {"reward": 1.0, "clip_fraction": 0.9}, end]
 
         monkeypatch.setattr(sums.train_math, "load", lambda name, device: (name, None))
         monkeypatch.setattr(sums.train_math, "train", train)
@@ -328,14 +347,19 @@ class TestRange:
         assert trained[-1][0].algorithm == "grpo"
         capsys.readouterr()
         self.call(monkeypatch, "--show", tmp_path)
-        line = "grpo_0.2 | 1.5e-06 | 25.0% | 75.0% (70.0% to 80.0%) | 50.0% | 0.1 | 20.0% | 20.0%"
-        assert f"{line} | 10\n" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert out.count("untrained | 25.0% (20.0% to 30.0%)") == 1
+        assert "grpo_0.2 | 75.0% (70.0% to 80.0%) | 60.0% | 0.10 | 20% | 28% | 10 |\n" in out
 
     def test_has_the_settings_of_the_runs_that_are_told(self):
-        for arm, run in ("gspo_3e-3", "gspo_0"), ("grpo_0.2", "grpo_0"):
+        told = {"gspo_3e-2": "gspo_wide_0", "gspo_3e-3": "gspo_0", "grpo_0.2": "grpo_0"}
+        for arm, run in told.items():
             settings = read(LOGS.parent / run / "training" / "metrics.jsonl")[0]["settings"]
             names = "algorithm", "eps_low", "eps_high", "learning_rate"
             assert sums_range.ARMS[arm] == tuple(settings[name] for name in names)
+
+    def test_the_page_has_the_table_of_the_logs(self):
+        assert sums_range.table(LOGS.parent / "range") in PAGE
 
     def test_without_a_model_is_refused(self, monkeypatch, capsys):
         with pytest.raises(SystemExit):
