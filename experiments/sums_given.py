@@ -1,9 +1,9 @@
-"""How much of what lesson/sums.py teaches is the form of the answer?
+"""How much of what lesson/sums.py teaches is to set the calculation up?
 
     python experiments/sums_given.py RUN --model MODEL
 
 The untrained MODEL answers RUN's held-out questions greedily again, but each answer is begun for
-it with the calculation, '26 * 26 =', as the trained model writes it. Its answers go to RUN's
+it with the calculation, '26 * 26 =', as results/sums/gspo_0 writes it. Its answers go to RUN's
 before_given.jsonl, once; what is said of them is printed.
 """
 import argparse

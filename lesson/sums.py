@@ -146,14 +146,14 @@ def table(answers, steps, best):
 
 
 def compare(runs):
-    """Markdown: a line a run, {folder: load_run(folder)}, and each algorithm's means."""
+    """Markdown: a line a run, {folder: load_run(folder)}; means of each algorithm and range."""
     lines = [
-        "run | algorithm | seed | greedy before (95%) | greedy after | sampled after | "
+        "run | algorithm, range | seed | greedy before (95%) | greedy after | sampled after | "
         "greedy after minus before | rollouts | minutes",
         "---|---|---|---|---|---|---|---|---"]
     means = {}
     for folder, (settings, steps, answers) in runs.items():
-        algorithm = settings["algorithm"]
+        algorithm = f"{settings['algorithm']} {settings['eps_low']:g}"
         cells = [folder, algorithm, settings["seed"]]
         asked = [answers.get(key) for key in (("before", 0.0), ("after", 0.0), ("after", 1.0))]
         for rows in asked:

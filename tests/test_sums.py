@@ -74,9 +74,9 @@ def log(folder, **settings):
         {"step": 0, "settings": settings}, {"step": 1, "reward": 0.5, "seconds": 90}])
 
 
-def logs(folder, before, after, algorithm="gspo", seed=0):
+def logs(folder, before, after, algorithm="gspo", seed=0, eps_low=0.03):
     """A run's logs; before and after: {temperature: the share of 4 held-out answers right}."""
-    log(folder, algorithm=algorithm, seed=seed)
+    log(folder, algorithm=algorithm, seed=seed, eps_low=eps_low)
     for when, shares in (("before", before), ("after", after)):
         rows = []
         for temperature, share in shares.items():
@@ -111,12 +111,13 @@ class TestShow:
         assert "1 rollouts, 2 minutes" in text
         assert (tmp_path / "sums.png").stat().st_size > 5000
 
-    def test_of_several_runs_is_a_line_each_and_each_algorithms_means(self, tmp_path, capsys):
+    def test_of_several_runs_is_a_line_each_and_the_means_of_each_range(self, tmp_path, capsys):
         runs = [
             logs(tmp_path / "gspo_0", BEFORE, {0.0: 0.75, 1.0: 0.5}),
-            logs(tmp_path / "grpo_7", BEFORE, {0.0: 1.0, 1.0: 0.75}, "grpo", 7),
+            logs(tmp_path / "grpo_7", BEFORE, {0.0: 1.0, 1.0: 0.75}, "grpo", 7, 0.2),
             logs(tmp_path / "gspo_1", BEFORE, {0.0: 1.0, 1.0: 0.0}, "gspo", 1),
-            logs(tmp_path / "gspo_2", {0.0: 0.25}, {}, "gspo", 2)]
+            logs(tmp_path / "gspo_2", {0.0: 0.25}, {}, "gspo", 2),
+            logs(tmp_path / "narrow", BEFORE, {0.0: 0.5, 1.0: 0.0}, eps_low=3e-4)]
         before = contents(tmp_path)
         sums.main(["--show", *map(str, runs)])
         after = contents(tmp_path)
@@ -125,21 +126,22 @@ class TestShow:
         _, _, *lines = capsys.readouterr().out.strip().split("\n")
         interval = sums.told([{"right": 1.0}] + [{"right": 0.0}] * 3)
         assert interval.startswith("25.0% (4.6% to ")
-        assert lines[0].startswith(f"{runs[0]} | gspo | 0 | {interval} of 4 | 75.0% (")
+        assert lines[0].startswith(f"{runs[0]} | gspo 0.03 | 0 | {interval} of 4 | 75.0% (")
         assert lines[0].count(" of 4 | ") == 3
         assert lines[0].endswith(" | +50.0% (95%: +1.0% to +99.0%), p = 0.5 | 1 | 2")
-        assert lines[1].startswith(f"{runs[1]} | grpo | 7 | 25.0% (")
-        assert lines[3] == f"{runs[3]} | gspo | 2 | {interval} of 4 | - | - | - | 1 | 2"
-        assert lines[4:] == [
-            "mean of 2 | gspo | - | 25.0% | 87.5% | 25.0% | - | - | -",
-            "mean of 1 | grpo | - | 25.0% | 100.0% | 75.0% | - | - | -"]
+        assert lines[1].startswith(f"{runs[1]} | grpo 0.2 | 7 | 25.0% (")
+        assert lines[3] == f"{runs[3]} | gspo 0.03 | 2 | {interval} of 4 | - | - | - | 1 | 2"
+        assert lines[5:] == [
+            "mean of 2 | gspo 0.03 | - | 25.0% | 87.5% | 25.0% | - | - | -",
+            "mean of 1 | grpo 0.2 | - | 25.0% | 100.0% | 75.0% | - | - | -",
+            "mean of 1 | gspo 0.0003 | - | 25.0% | 50.0% | 0.0% | - | - | -"]
 
     @pytest.mark.parametrize("before, after", [({}, {}), (BEFORE, {}), (BEFORE, {0.0: 0.5})])
     def test_of_an_unfinished_run_is_its_line(self, tmp_path, capsys, before, after):
         logs(tmp_path, before, after)
         sums.main(["--show", str(tmp_path)])
         line = capsys.readouterr().out.strip().split("\n")[2]
-        assert line.startswith(f"{tmp_path} | gspo | 0 | ") and " | - | " in line
+        assert line.startswith(f"{tmp_path} | gspo 0.03 | 0 | ") and " | - | " in line
         assert not (tmp_path / "table.md").exists()
 
     def test_of_no_run_is_one_clear_line(self, tmp_path):
@@ -231,7 +233,7 @@ class TestFolder:
         assert "after, temperature 1.0" in out and "before, temperature" not in out
         assert (tmp_path / "before.jsonl").read_bytes() == (run / "before.jsonl").read_bytes()
         sums.main(["--show", str(run), str(tmp_path)])
-        assert "mean of 2 | gspo" in capsys.readouterr().out
+        assert "mean of 2 | gspo 0.03" in capsys.readouterr().out
 
     @pytest.mark.parametrize("wrong", [
         ["--max_step", "2"], ["--minibatches", "5"], ["--model", "no/such/model"]])
