@@ -32,11 +32,12 @@ def run(arm, model, seed, n_held_out=256):
     algorithm, low, high, rate = arm
     cfg = train_math.parse_settings([
         *sums.SETTINGS, "--dataset=lesson/sums.py", f"--model={model}", f"--seed={seed}",
-        f"--algorithm={algorithm}",
-        f"--eps_low={low}", f"--eps_high={high}", f"--learning_rate={rate}"])
+        f"--algorithm={algorithm}", f"--eps_low={low}", f"--eps_high={high}",
+        f"--learning_rate={rate}"])
     cfg = replace(cfg, output_dir=None, save_steps=cfg.max_steps, eval_size=n_held_out)
     questions, _ = sums.make_questions()
-    model, tokenizer = train_math.load(model, cfg.device)
+    with train_math.blame(f"--model {model}"):
+        model, tokenizer = train_math.load(model, cfg.device)
     return train_math.train(cfg, model, tokenizer, questions[n_held_out:], questions[:n_held_out],
                             reward=sums.last_number_reward)
 
@@ -75,13 +76,20 @@ def main():
     parser.add_argument("--show", type=Path)
     a = parser.parse_args()
     if a.show:
+        if not any(a.show.glob("*.jsonl")):
+            sys.exit(f"sums_range.py: no logs in {a.show}")
         print(table(a.show))
         return
     if not a.model:
         parser.error("--model or --show")
-    a.output_dir.mkdir(parents=True, exist_ok=True)
+    with train_math.blame(f"--output_dir {a.output_dir}"):
+        a.output_dir.mkdir(parents=True, exist_ok=True)
     for name, arm in ARMS.items():
         path = a.output_dir / f"{name}.jsonl"
+        for row in read(path)[:1]:
+            if (row["settings"]["model"], row["settings"]["seed"]) != (a.model, a.seed):
+                sys.exit(f"sums_range.py: {path} is of another --model or --seed: choose another "
+                         "--output_dir")
         if not path.exists():
             write(path, run(arm, a.model, a.seed))
             print(table(a.output_dir))

@@ -315,7 +315,8 @@ class TestRange:
         def train(cfg, model, tokenizer, questions, held_out, reward):
             calls.append((cfg, questions, held_out, reward))
             step = {"reward": 0.5, "log_ratio_std": 0.1, "clip_fraction": 0.2, "seconds": 60}
-            start = {"eval_reward": 0.25, "eval_reward_interval": (0.2, 0.3)}
+            start = {"settings": vars(cfg), "eval_reward": 0.25,
+                     "eval_reward_interval": (0.2, 0.3)}
             end = step | {"eval_reward": 0.75, "eval_reward_interval": (0.7, 0.8)}
             return [start, *[step] * 8, step | {"reward": 1.0, "clip_fraction": 0.9}, end]
 
@@ -362,6 +363,21 @@ class TestRange:
 
     def test_the_page_has_the_table_of_the_logs(self):
         assert sums_range.table(LOGS.parent / "range") in PAGE
+
+    def test_of_another_model_or_seed_is_refused(self, trained, tmp_path, monkeypatch):
+        self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
+        before = contents(tmp_path)
+        for flag, value in ("--model", "ANOTHER"), ("--seed", "4"):
+            with pytest.raises(SystemExit, match="another --model or --seed"):
+                self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path, flag, value)
+        assert contents(tmp_path) == before
+
+    def test_of_no_model_and_of_no_logs_is_refused(self, tmp_path, monkeypatch):
+        with pytest.raises(SystemExit, match="--model no/such/model"):
+            self.call(monkeypatch, "--model", "no/such/model", "--output_dir", tmp_path)
+        with pytest.raises(SystemExit, match="no logs in"):
+            self.call(monkeypatch, "--show", tmp_path)
+        assert not list(tmp_path.iterdir())
 
     def test_without_a_model_is_refused(self, monkeypatch, capsys):
         with pytest.raises(SystemExit):
