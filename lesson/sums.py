@@ -168,7 +168,7 @@ def compare(runs):
     return "\n".join(lines) + "\n"
 
 
-def draw(runs, path, title="right, by the last number (95%)"):
+def draw(runs, path, ylabel="right, by the last number (95%)"):
     """Right samples in training, and right answers to held-out questions before and after; each
     run a line, {folder: load_run(folder)}, GRPO's in a colour of their own."""
     import matplotlib
@@ -198,7 +198,7 @@ def draw(runs, path, title="right, by the last number (95%)"):
         shown[name] = line
     best = max(share(rows)[0] for (when, _), rows in answers.items() if when == "before")
     shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
-    axis.set(xlabel="rollout", title=title, ylim=(0, 1))
+    axis.set(xlabel="rollout", ylabel=ylabel, ylim=(0, 1))
     places = range(2, len(steps) + 1, 2)
     axis.set_xticks([0, *places, sum(afters) / len(afters)], ["before", *places, "after"])
     axis.grid(alpha=0.3)

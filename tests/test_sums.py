@@ -291,7 +291,7 @@ def test_the_logs_that_are_kept_give_the_figures_that_are_told(tmp_path, monkeyp
 @pytest.mark.parametrize("name", [
     f"{algorithm}_{seed}" for algorithm in ("gspo_wide", "grpo", "gspo") for seed in range(3)])
 def test_the_page_has_each_run_in_a_line(name):
-    """Its greedy answers, how they changed, and its samples; and what the form does not explain."""
+    """Its greedy answers, how they changed, by how much beyond the set-up, and its samples."""
     folder = LOGS.parent / name
     _, _, answers = sums.load_run(folder)
     before, after = (answers[when, 0.0] for when in ("before", "after"))
