@@ -1,10 +1,10 @@
 """GSPO against its rivals, on tasks that a CPU core trains in a minute: every arm from three
 cold starts, on train_math.train, into which the rival's pieces (rival_parts.py) are passed.
 
-    python experiments/rivals.py factorial   # which part of GSPO helps? the centre
-    python experiments/rivals.py NAME        # one of the others below; `all` for all of them
-    python experiments/rivals.py ratios      # the ratios of one rollout, and both clip ranges
-    python experiments/rivals.py exact       # no training: gradients of an enumerable policy
+    python -m experiments.rivals factorial   # which part of GSPO helps? the centre
+    python -m experiments.rivals NAME        # one of the others below; `all` for all of them
+    python -m experiments.rivals ratios      # the ratios of one rollout, and both clip ranges
+    python -m experiments.rivals exact       # no training: gradients of an enumerable policy
 
 Runs are kept in results/rivals/runs.jsonl, a line each, and none is run twice: an interrupted
 experiment goes on where it stopped, arms that two experiments share are run once, and what comes
@@ -29,14 +29,13 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments import exact, ratios, successors  # noqa: E402
-from experiments import rival_parts as parts  # noqa: E402
-from experiments.plot import append, read  # noqa: E402
-from experiments.tiny_model import tiny_model, tiny_tokenizer  # noqa: E402
-from gspo import grpo_loss, gspo_token_loss  # noqa: E402
-from lesson import tiny  # noqa: E402
+import train_math
+from common.logs import append, read
+from common.tiny_model import tiny_model, tiny_tokenizer
+from experiments import exact, ratios, successors
+from experiments import rival_parts as parts
+from gspo import grpo_loss, gspo_token_loss
+from lesson import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results" / "rivals"

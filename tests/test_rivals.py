@@ -13,10 +13,11 @@ from torch import tensor
 from torch.testing import assert_close
 
 import train_math
-from experiments import exact, gsm8k, rivals, successors
+from common.logs import write
+from common.tiny_model import tiny_model, tiny_tokenizer
+from experiments import exact, rivals, successors
 from experiments import rival_parts as parts
-from experiments.plot import write
-from experiments.tiny_model import tiny_model, tiny_tokenizer
+from experiments.qwen import gsm8k
 from gspo import grpo_loss, gspo_loss
 
 
