@@ -94,6 +94,14 @@ def draw(runs, path):
 
 
 def main():
+    runs, text = runs_and_table()
+    (RESULTS / "table.md").write_text(text)
+    draw(runs, RESULTS / "seeds.png")
+    print(text)
+
+
+def runs_and_table():
+    """({variant: {(world, seed): rows}}, the contents of table.md); trains what has no log yet."""
     torch.set_num_threads(1)
     tried = {}
     for low in RANGES:
@@ -110,10 +118,7 @@ def main():
     more["one update"] = {place: run("one update", ONE_UPDATE, *place) for place in PLACES[:3]}
     sampled = ", ".join(f"{low}: {share:.2f}" for low, share in tried.items())
     chosen = f"GRPO's lower ranges on world 0, seed 100, sampled: {sampled}"
-    text = "\n".join([table(runs), table(more), chosen, ""])
-    (RESULTS / "table.md").write_text(text)
-    draw(runs, RESULTS / "seeds.png")
-    print(text)
+    return runs, "\n".join([table(runs), table(more), chosen, ""])
 
 
 if __name__ == "__main__":

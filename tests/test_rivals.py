@@ -13,7 +13,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 import train_math
-from common.logs import read, write
+from common.logs import write
 from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments import exact, rival_report, rival_settings, rivals, successors
 from experiments import rival_parts as parts
@@ -784,16 +784,6 @@ class TestRuns:
             self, algorithm, pieces, cell):
         spec = rival_settings.arm(algorithm, 0.1, **pieces)
         assert rival_report.clipped([{"arm": spec, "clip_fraction": [None, 0.2, 0.3]}]) == cell
-
-    def test_give_the_tables_that_are_published(self):
-        every = read(rival_report.RESULTS / "runs.jsonl")
-        for name in rival_settings.EXPERIMENTS:
-            rows = rival_report.comparable(rival_report.arms_of(name), every)
-            text = rival_report.table(name, rows)
-            if name == "greedy":
-                text += rival_report.cooling(every)
-            published = rival_report.RESULTS / f"{name}.md"
-            assert published.read_text(encoding="utf-8") == text, name
 
     def test_that_are_there_are_not_run_again_and_make_the_table_and_the_figure(
             self, tmp_path, monkeypatch):
