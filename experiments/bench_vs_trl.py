@@ -1,7 +1,7 @@
 """Our step against TRL's GRPOTrainer in GSPO mode: time and memory, on one CPU core.
 
     python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0  # TRL's own
-    OMP_NUM_THREADS=1 .venv-trl/bin/python experiments/bench_vs_trl.py       # 20 minutes, Linux
+    OMP_NUM_THREADS=1 .venv-trl/bin/python -m experiments.bench_vs_trl       # 20 minutes, Linux
 
 A Qwen3 of two layers, hidden size 64, random weights, float32, fused AdamW, groups of 8, 4
 minibatches of one micro-batch; with 512 words and 16 prompts a step, and with 151,936 words and 4
@@ -44,10 +44,9 @@ try:
 except ImportError:
     sys.exit("bench_vs_trl.py needs trl==1.16.0, in a venv of its own: the head of this file says "
              "how")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.plot import read  # noqa: E402
-from gspo import gspo_loss  # noqa: E402
+import train_math
+from common.logs import read
+from gspo import gspo_loss
 
 PROMPTS = {512: 16, 151936: 4}
 GROUP, MINIBATCHES, END = 8, 4, 1

@@ -1,6 +1,6 @@
 """How much of log s is rounding? Five settings of precision, on real weights.
 
-    OMP_NUM_THREADS=1 python experiments/precision.py --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]
+    OMP_NUM_THREADS=1 python -m experiments.precision --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]
 
 takes an hour on one core. The model is SmolLM2-135M-Instruct, FOLDER holds GSM8K's train.jsonl. 16
 responses of 512 tokens to its first four questions are sampled once, in float32; their first 32 and
@@ -26,7 +26,6 @@ import copy
 import itertools
 import json
 import statistics
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +34,10 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.gsm8k import INSTRUCTION  # noqa: E402
-from experiments.rival_parts import minibatches_with_rows  # noqa: E402
-from gspo import group_advantages, gspo_loss  # noqa: E402
+import train_math
+from experiments.qwen.gsm8k import INSTRUCTION
+from experiments.rival_parts import minibatches_with_rows
+from gspo import group_advantages, gspo_loss
 
 LENGTHS = 32, 128, 512
 PROMPTS, GROUP, LOW, HIGH = 4, 4, 3e-4, 4e-4

@@ -1,8 +1,8 @@
 """Token ratios and sequence ratios, side by side: how far they spread, and what each clip range
 takes out.
 
-    python experiments/rivals.py ratios                                           # the tiny model
-    python experiments/rivals.py ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   # and real weights
+    python -m experiments.rivals ratios                                           # the tiny model
+    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   # and real weights
 
 One rollout and its optimizer steps by train_math.train, one for each of four minibatches in which a
 group's rewards differ; then the ratios between the policy that sampled and the policy after, of all
@@ -21,8 +21,8 @@ import torch
 from matplotlib.figure import Figure
 
 import train_math
-from experiments.gsm8k import INSTRUCTION
-from experiments.plot import read, write
+from common.logs import read, write
+from experiments.qwen.gsm8k import INSTRUCTION
 from gspo import clip_fraction, sequence_ratio
 
 LENGTHS = 8, 32, 128, 512

@@ -1,6 +1,6 @@
 """lesson/tiny.py with GSPO, with GRPO, without a clip, on several worlds and seeds.
 
-    OMP_NUM_THREADS=1 python lesson/seeds.py    three quarters of an hour; what was cut off goes on
+    OMP_NUM_THREADS=1 python -m lesson.seeds    three quarters of an hour; what was cut off goes on
 
 Writes lesson/results/: each run's metrics.jsonl, table.md, and seeds.png; a log that is there is
 not made again. GRPO's range is the best of four on world 0, seed 100, which is in no other figure.
@@ -8,19 +8,14 @@ not made again. GRPO's range is the best of four on world 0, seed 100, which is 
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.plot import read, write  # noqa: E402
-from lesson import tiny  # noqa: E402
+import train_math
+from common.logs import read, write
+from lesson import tiny
 
 RESULTS = Path(__file__).with_name("results")
 ARMS = {
@@ -71,7 +66,8 @@ def table(runs):
 
 
 def draw(runs, path):
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    figure = Figure((12, 3.4), layout="constrained")
+    axes = figure.subplots(1, 3)
     panels = {"reward": "right, of the samples", "log_ratio_std": "spread of log s: movement",
               "clip_fraction": "clip fraction, share of tokens"}
     for color, (name, by_place) in zip(("C0", "C3", "C1"), runs.items()):

@@ -5,19 +5,14 @@ import json
 import os
 import re
 import signal
-import tempfile
 
-CACHE = tempfile.TemporaryDirectory()
-os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: no test asks the hub
-os.environ["HF_DATASETS_CACHE"] = CACHE.name
+import pytest
+import torch
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-import train_math  # noqa: E402
-from experiments.plot import read  # noqa: E402
-from experiments.tiny_model import tiny_model, tiny_tokenizer  # noqa: E402
-from gspo import gspo_loss  # noqa: E402
+import train_math
+from common.logs import read
+from common.tiny_model import tiny_model, tiny_tokenizer
+from gspo import gspo_loss
 
 torch.set_num_threads(1)  # models this small are slower on several
 

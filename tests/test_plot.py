@@ -1,10 +1,10 @@
-"""experiments/plot.py: logs read and pictured."""
+"""common/plot.py: logs read and pictured."""
 
 import builtins
 
 import pytest
 
-from experiments import plot
+from common import logs, plot
 from tests.conftest import write_jsonl
 
 
@@ -28,13 +28,13 @@ def log(n, **more):
 
 
 def test_reads_what_a_kill_left_of_a_log(tmp_path):
-    assert plot.read(tmp_path / "none.jsonl") == []
+    assert logs.read(tmp_path / "none.jsonl") == []
     path = tmp_path / "log.jsonl"
     write_jsonl(path, log(3))
-    plot.append(path, {"step": 3, "word": "−5"})
+    logs.append(path, {"step": 3, "word": "−5"})
     with open(path, "ab") as file:
         file.write('{"step": 4, "word": "−'.encode()[:-1])
-    assert plot.read(path) == [*log(3), {"step": 3, "word": "−5"}]
+    assert logs.read(path) == [*log(3), {"step": 3, "word": "−5"}]
 
 
 def test_draws_reward_length_clip_and_spread(tmp_path, monkeypatch):

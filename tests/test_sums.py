@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from experiments import plot, sums_given, sums_range
-from experiments.plot import read
-from lesson import sums
+from common import logs as jsonl
+from common.logs import read, write
+from experiments.qwen import sums, sums_given, sums_range
 from tests.conftest import one_line
 
 LOGS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "sums" / "gspo_0"
@@ -70,7 +70,7 @@ class TestGain:
 def log(folder, **settings):
     """A training's log, of a rollout."""
     (folder / "training").mkdir(parents=True, exist_ok=True)
-    plot.write(folder / "training" / "metrics.jsonl", [
+    write(folder / "training" / "metrics.jsonl", [
         {"step": 0, "settings": settings}, {"step": 1, "reward": 0.5, "seconds": 90}])
 
 
@@ -85,7 +85,7 @@ def logs(folder, before, after, algorithm="gspo", seed=0, eps_low=0.03):
                 row["factors"] = [["3", "12"][i % 2], "17"]
                 row["right"] = float(i < 4 * share)
                 rows.append(row)
-        plot.write(folder / f"{when}.jsonl", rows)
+        write(folder / f"{when}.jsonl", rows)
     return folder
 
 
@@ -258,7 +258,7 @@ def test_given_answers_are_whole_or_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(sums_given, "begun_answers", lambda *arguments: texts)
     with monkeypatch.context() as patch:
         stopped = mock.Mock(side_effect=["{}"] * 100 + [KeyboardInterrupt])
-        patch.setattr(plot.json, "dumps", stopped)
+        patch.setattr(jsonl.json, "dumps", stopped)
         with pytest.raises(KeyboardInterrupt):
             sums_given.main()
     sums_given.main()

@@ -34,8 +34,8 @@ from transformers import (
 )
 
 import train_math
-from experiments.plot import read
-from experiments.tiny_model import tiny_tokenizer
+from common.logs import read
+from common.tiny_model import tiny_tokenizer
 from gspo import group_advantages, gspo_loss
 from tests.conftest import (
     assert_same,

@@ -1,7 +1,7 @@
-"""Which clip range and which learning rate suit lesson/sums.py?
+"""Which clip range and which learning rate suit sums.py?
 
-    python experiments/sums_range.py --model MODEL
-    python experiments/sums_range.py --show experiments/results/sums/range
+    python -m experiments.qwen.sums_range --model MODEL
+    python -m experiments.qwen.sums_range --show experiments/results/sums/range
 
 One run of sums.py an arm, on a seed that it does not report. They are judged on 256 of its training
 questions, taken out: the 256 that it reports are neither trained on nor asked. An arm's log is
@@ -12,10 +12,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.plot import read, write  # noqa: E402
-from lesson import sums  # noqa: E402
+import train_math
+from common.logs import read, write
+from experiments.qwen import sums
 
 ARMS = {  # (algorithm, eps_low, eps_high, learning rate)
     "gspo_3e-4": ("gspo", 3e-4, 4e-4, 1.5e-6),

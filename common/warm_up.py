@@ -1,7 +1,7 @@
 """Before RL: show a model what RL can then strengthen; it never strengthens what is never done.
 
-    python experiments/cold_start.py --steps 30 --model FOLDER_OR_HUB_ID --dataset FILE_OR_HUB_ID \\
-        --output_dir FOLDER
+    python -m common.warm_up --steps 30 --model FOLDER_OR_HUB_ID \\
+        --dataset FILE_OR_HUB_ID --output_dir FOLDER
 
 trains a model on `steps` supervised batches of the dataset's own solutions, so that it answers in
 their form, '... #### 42', which train_math.py pays; FOLDER is then train_math.py's --model.
@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
+import train_math
 
 
 def solution(answer):

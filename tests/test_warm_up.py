@@ -1,13 +1,13 @@
-"""experiments/cold_start.py: a model is shown what train_math.py pays."""
+"""common/warm_up.py: a model is shown what train_math.py pays."""
 
 from pathlib import Path
 
 import pytest
 
 import train_math
-from experiments import cold_start
-from experiments.plot import read
-from experiments.tiny_model import tiny_model, tiny_tokenizer
+from common import warm_up
+from common.logs import read
+from common.tiny_model import tiny_model, tiny_tokenizer
 from tests.conftest import SMALL, one_line, sums, write_jsonl
 
 
@@ -23,7 +23,7 @@ from tests.conftest import SMALL, one_line, sums, write_jsonl
     ],
 )
 def test_teaches_what_is_paid(answer, text):
-    assert cold_start.solution(answer) == text
+    assert warm_up.solution(answer) == text
     assert train_math.correctness_reward(["?"], [text], [answer]) == [1.0]
 
 
@@ -57,7 +57,7 @@ def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(train_math, "response_log_probs", spy)
-        cold_start.main([*flags, *data])
+        warm_up.main([*flags, *data])
     assert "--model out/cold" in capsys.readouterr().out and not list(Path().rglob("*.partial"))
     assert len(seen) == 30 * 4, "two of eight rows go through the model at once"
     assert seen[-1][1] > seen[0][1] + 1, "it learns"
@@ -65,7 +65,7 @@ def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(tmp_path, monke
         assert "<<" not in text and text.count("####") == 1
         assert "<end>" in text, "the end token is learned, too"
     with pytest.raises(SystemExit):
-        cold_start.main([*flags, *data])
+        warm_up.main([*flags, *data])
     assert "is there already" in capsys.readouterr().err
     small = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     flags = ["--model", "out/cold", *small, *data, "--max_steps", "1", "--output_dir", "rl"]
@@ -83,7 +83,7 @@ def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(tmp_path, monke
 def test_refuses_what_is_not_there_in_one_line(tmp_path, monkeypatch, flags, word):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "q.jsonl", sums(5))
-    main = cold_start.main
+    main = warm_up.main
     assert word in one_line(main, "--steps", "1", "--output_dir", "out", *flags.split())
     assert not Path("out").exists()
 
@@ -91,5 +91,5 @@ def test_refuses_what_is_not_there_in_one_line(tmp_path, monkeypatch, flags, wor
 @pytest.mark.parametrize("flag", ["--steps", "--batch_size", "--learning_rate"])
 def test_refuses_a_size_of_nothing(flag, capsys):
     with pytest.raises(SystemExit):
-        cold_start.main(["--steps", "1", "--output_dir", "out", flag, "0"])
+        warm_up.main(["--steps", "1", "--output_dir", "out", flag, "0"])
     assert "must be above 0" in capsys.readouterr().err

@@ -1,9 +1,10 @@
 """A small Qwen gets better at sums: real weights, on any CPU.
 
-    python lesson/sums.py                           Qwen2.5-0.5B-Instruct, from the hub
-    python lesson/sums.py --seed 1 --output_dir runs/sums_1     or any other flag of train_math.py
-    python lesson/sums.py --show FOLDER             a run's table and picture again, from its logs
-    python lesson/sums.py --show FOLDER FOLDER ...  several runs in one table and picture
+    python -m experiments.qwen.sums                         Qwen2.5-0.5B-Instruct, from the hub
+    python -m experiments.qwen.sums --seed 1 --output_dir runs/sums_1
+                                                            or any other flag of train_math.py
+    python -m experiments.qwen.sums --show FOLDER           a run's table and picture, from its logs
+    python -m experiments.qwen.sums --show FOLDER FOLDER    several runs in one table and picture
 
 Word problems of one line, answered in one line; a response earns 1 if its last number is right.
 The loop is train_math.main(). After it, the untrained model and the trained one answer 256
@@ -20,16 +21,15 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.gsm8k import paired  # noqa: E402
-from experiments.plot import read, write  # noqa: E402
+import train_math
+from common.logs import read, write
+from experiments.qwen.gsm8k import paired
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
     "--prompts_per_step=16", "--group_size=4", "--learning_rate=1.5e-6", "--max_steps=10",
     "--save_steps=5", "--eval_size=0", "--rollout_rows=1024"]  # all 256 questions at once
-GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three: experiments/sums_range.py
+GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three: sums_range.py
 MAY_CHANGE = train_math.MAY_CHANGE - {"max_steps"}  # when a run goes on
 TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy
 

@@ -1,7 +1,7 @@
 """Real weights on the real GSM8K's short questions, on a CPU: a cold start, GSPO, and controls.
 
-    python experiments/gsm8k.py --gsm8k FOLDER --model FOLDER_OR_HUB_ID              # Qwen: hours
-    python experiments/gsm8k.py --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2    # hours
+    python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID        # Qwen: hours
+    python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2
 
 --gsm8k holds train.jsonl and test.jsonl; of their questions those of one or two steps and under 220
 characters are kept. Parts, which --parts picks, and of which none is done twice (RL goes on where
@@ -16,15 +16,14 @@ import argparse
 import math
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments import cold_start  # noqa: E402
-from experiments.plot import draw, read, write  # noqa: E402
+import train_math
+from common import warm_up
+from common.logs import read, write
+from common.plot import draw
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
 COLD = {"qwen": 10, "smollm2": 12}
@@ -81,7 +80,7 @@ def teach(args, model, folder, steps, seed):
         dataset = args.questions / "train.jsonl"
         if args.preset == "qwen":
             dataset = own_answers(args)
-        cold_start.main(["--model", str(model), "--dataset", str(dataset), "--instruction",
+        warm_up.main(["--model", str(model), "--dataset", str(dataset), "--instruction",
                          INSTRUCTION, "--output_dir", str(folder), "--steps", str(steps), "--seed",
                          str(seed)])
 

@@ -1,21 +1,19 @@
-"""How much of what lesson/sums.py teaches is to set the calculation up?
+"""How much of what sums.py teaches is to set the calculation up?
 
-    python experiments/sums_given.py RUN --model MODEL
+    python -m experiments.qwen.sums_given RUN --model MODEL
 
 The untrained MODEL answers RUN's held-out questions greedily again, but each answer is begun for
 it with the calculation, '26 * 26 =', as results/sums/gspo_0 writes it. Its answers go to RUN's
 before_given.jsonl, once; what is said of them is printed.
 """
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.plot import read, write  # noqa: E402
-from lesson import sums  # noqa: E402
+import train_math
+from common.logs import read, write
+from experiments.qwen import sums
 
 
 def begun_answers(model, tokenizer, rows, cfg):

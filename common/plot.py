@@ -1,12 +1,13 @@
-"""Runs' logs, read and pictured.
+"""Pictures of the logs of train_math.py.
 
-    python experiments/plot.py runs/math [MORE ...] --output FILE.png  # some runs in one picture
+    python -m common.plot runs/math [MORE ...] --output FILE.png     several runs in one picture
 """
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
+
+from common.logs import read
 
 PANELS = {
     "reward": "mean reward: samples (line),\nheld out with 95% interval (squares)",
@@ -16,31 +17,6 @@ PANELS = {
 OLD_NAMES = {  # of the committed logs' metrics
     "accuracy": "reward", "eval_strict": "eval_reward",
     "eval_strict_interval": "eval_reward_interval"}
-
-
-def read(path):
-    """The rows of a .jsonl, but for a last line that a kill cut short."""
-    path = Path(path)
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                pass
-    return rows
-
-
-def append(path, row):
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def write(path, rows):
-    """A .jsonl of these rows, whole or not there."""
-    aside = path.with_suffix(".partial")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    aside.replace(path)
 
 
 def draw(runs, path, eps_high=None):
