@@ -1,186 +1,262 @@
-r"""GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): the maths, and nothing else.
+r"""GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): the maths only.
 
-Pure functions on tensors; no model, no tokenizer, no config. Copy this file and it works. What it does NOT do:
-sample, score, shard or train (train_math.py trains), and add a KL penalty (the paper leaves it out for brevity).
+These are pure functions on tensors. They need torch alone, so the file can be copied anywhere.
+They do not sample, score, shard or train (train_math.py trains), and they have no KL penalty
+(the paper leaves it out for brevity).
 
-The idea: a response that earns more than its group's mean becomes likelier, one that earns less becomes less likely,
-and each response's one ratio s of now to then, clipped, says how far before new ones are sampled.
+The idea: the policy gradient raises the probability of a response whose reward is above the mean
+of its group, and lowers that of a response below it. Several updates are made on one rollout. Each
+response therefore has an importance ratio s, which compares the current policy with the policy
+that sampled it. Clipping s limits how far the policy can move before new responses are sampled.
 
-Words: B responses, the `group_size` responses to one prompt side by side; T the padded response length; V the
-vocabulary. `log_probs` and `old_log_probs` (B, T) hold log \pi_\theta(y_{i,t} | x, y_{i,<t}) as it is now and as it
-was when the responses were sampled; `mask` (B, T) is 1 on response tokens, the end token included, 0 elsewhere.
-On response tokens log-probs are finite, and differ by less than 88, where a float32 ratio overflows.
+Shapes: B is the number of responses; the `group_size` responses to one prompt are adjacent. T is
+the padded response length, and V is the size of the vocabulary. `log_probs` and `old_log_probs`
+(B, T) hold log \pi_\theta(y_{i,t} | x, y_{i,<t}) under the current policy and under the policy that
+sampled. `mask` (B, T) is 1 on response tokens, including the end token, and 0 elsewhere. On
+response tokens, log-probs are finite and differ by less than 88, where a float32 ratio overflows.
 Equations have their numbers in arXiv v2, and names, since other versions may number differently.
 
 Promises:
-  - every function computes in float32 or better whatever it is given (bfloat16 cannot even hold 1 + 3e-4);
-  - where there is a mask, padding may hold anything, NaN and -inf included: neither value nor gradient sees it;
-  - in a loss, a response without tokens has value 0 and gradient 0, and still counts in the mean over responses;
-  - `old_log_probs` never gets a gradient;
-  - a loss is a sum over responses divided by `denominator` (default: the B given). Micro-batches, gradient
-    accumulation and data parallelism are exact when every call gets the same denominator: the responses in the
-    whole optimizer step (divided by the number of ranks where gradients are averaged over ranks);
-  - shapes that do not fit raise a ValueError that names them.
+  - Every function computes in float32 or higher precision, whatever the dtype of its input
+    (bfloat16 cannot even represent 1 + 3e-4).
+  - Padding may hold any value, including NaN and -inf. It changes neither values nor gradients.
+  - In a loss, a response without tokens has value 0 and gradient 0, and it still counts in the
+    mean over responses.
+  - `old_log_probs` never gets a gradient.
+  - A loss is a sum over responses divided by `denominator`, a positive number (default: B).
+    Micro-batches, gradient accumulation and data parallelism are exact if every call gets the
+    same denominator: the number of responses in the whole optimizer step, divided by the number
+    of ranks if gradients are averaged over ranks.
+  - Shapes that do not match, and arguments that are out of range, raise a ValueError that says
+    what was found. A mask on a GPU is trusted, because reading its values would make the CPU wait
+    for the GPU in every micro-batch: there, every value other than 1 counts as padding.
 """
 import torch
 
+__version__ = "1.0.0"  # a pasted copy has no package metadata that could tell its version
+
 
 def _float(x):
-    """x in float32, or in float64 if it came so."""
+    """x in float32, or in float64 if it is float64 already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _require(fits, **tensors):
-    """ValueError with the shape of each tensor unless `fits`."""
-    if not fits:
+def _require(shapes_match, **tensors):
+    """Raises a ValueError with the shape of each tensor unless `shapes_match`."""
+    if not shapes_match:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-        raise ValueError(f"shapes do not fit: {shapes}")
+        raise ValueError(f"these shapes do not match: {shapes}")
+
+
+def _boolean(mask):
+    """The mask as booleans. Values are read only if the mask is on the CPU and not boolean yet."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.device.type == "cpu":
+        wrong = mask[(mask != 0) & (mask != 1)]
+        if len(wrong) > 0:
+            raise ValueError(f"mask must hold only 0 and 1, but it holds {wrong[0].item()}; if 0 "
+                             "marks the tokens, as in an additive mask, pass mask == 0")
+    return mask == 1
+
+
+def _check_clip_range(eps_low, eps_high):
+    """Raises a ValueError unless 0 < eps_low <= 1 and 0 < eps_high."""
+    if 0.9 <= eps_low < 1:
+        raise ValueError(f"eps_low is the distance of the lower bound from 1, not the bound: "
+                         f"instead of {eps_low} pass {1 - eps_low:.6g}, or 1 for no lower bound")
+    if not (0 < eps_low <= 1 and eps_high > 0):
+        raise ValueError(f"eps_low {eps_low} must be above 0 and at most 1, "
+                         f"and eps_high {eps_high} must be above 0")
 
 
 def _log_ratio(log_probs, old_log_probs, mask):
-    r"""log(\pi_\theta / \pi_{old}) of each token, (B, T); 0 on padding, and no gradient to the old policy."""
-    _require(mask.dim() == 2 and log_probs.shape == old_log_probs.shape == mask.shape,
-             log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
-    return (_float(log_probs) - _float(old_log_probs.detach())).masked_fill(~mask.bool(), 0)
+    r"""log(\pi_\theta / \pi_{old}) of each token, (B, T); 0 on padding, no gradient to the old."""
+    match = mask.dim() == 2 and log_probs.shape == old_log_probs.shape == mask.shape
+    _require(match, log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
+    return (_float(log_probs) - _float(old_log_probs.detach())).masked_fill(~mask, 0)
 
 
 def _per_token(name, x, mask):
-    """(B,) or (B, T) -> (B, T), 0 on padding."""
+    """x (B,) or (B, T) as (B, T), with 0 on padding."""
     _require(mask.dim() == 2 and x.shape in (mask.shape, mask.shape[:1]), **{name: x, "mask": mask})
-    return _float(x if x.dim() == 2 else x[:, None]).expand(mask.shape).masked_fill(~mask.bool(), 0)
+    x = x if x.dim() == 2 else x[:, None]
+    return _float(x).expand(mask.shape).masked_fill(~mask, 0)
 
 
 def _token_mean(x, mask):
     """The mean of x (B, T) over each response's tokens, (B,); 0 for a response without tokens."""
-    return x.masked_fill(~mask.bool(), 0).sum(dim=1) / mask.bool().sum(dim=1).clamp(min=1)
+    return x.masked_fill(~mask, 0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def _loss(objective, denominator):
-    """Minus the sum of the responses' objectives (B,), for descent to maximise them, over the denominator or B."""
-    return -objective.sum() / (len(objective) if denominator is None else denominator)
+    """Minus the sum of the objectives (B,) over the denominator: descent maximises them."""
+    if denominator is None:
+        denominator = len(objective)
+    elif not denominator > 0:
+        raise ValueError(f"denominator must be above 0, but it is {denominator}")
+    return -objective.sum() / denominator
 
 
 def group_advantages(rewards, group_size, std_eps=1e-4):
-    r"""Eq. 6, group-normalised advantages: A_i = (r_i - mean(r)) / (std(r) + std_eps), over response i's own group.
+    r"""Eq. 6, group-normalised advantages: A_i = (r_i - mean(r)) / (std(r) + std_eps), where the
+    mean and the standard deviation are those of the group of response i.
 
-    rewards (B,), each run of `group_size` belonging to one prompt -> (B,). The standard deviation is the sample one
-    (n - 1), as in torch, TRL and verl; std_eps is in units of reward. A group of equal rewards gives exactly 0.
-    ValueError: rewards not (B,), group_size < 2, group_size does not divide B, a reward that is not finite."""
+    rewards (B,), where each `group_size` adjacent ones belong to one prompt -> (B,). The standard
+    deviation is that of a sample (n - 1), as in torch, TRL and verl. std_eps has the unit of the
+    rewards. A group of equal rewards gives exactly 0. ValueError: rewards that are not (B,) or not
+    finite; a group_size below 2, or one that does not divide B."""
     _require(rewards.dim() == 1, rewards=rewards)
-    if group_size < 2 or len(rewards) % group_size:
-        raise ValueError(f"group_size {group_size} must be at least 2 and divide the {len(rewards)} rewards")
+    n = len(rewards)
+    if group_size < 2 or n % group_size:
+        raise ValueError(f"group_size {group_size} must be at least 2 and divide the {n} rewards")
     if not rewards.isfinite().all():
-        raise ValueError("rewards must be finite: there is a NaN or an infinity among them")
+        raise ValueError("rewards must be finite, but there is a NaN or an infinity among them")
     groups = _float(rewards).reshape(-1, group_size)
-    groups = groups - groups[:, :1]  # equal rewards become 0 before a mean can round them; no advantage changes
+    # This changes no advantage, and it makes equal rewards 0 before a mean can round them.
+    groups = groups - groups[:, :1]
     centred = groups - groups.mean(dim=1, keepdim=True)
     advantages = centred / (groups.std(dim=1, keepdim=True) + std_eps)
-    return advantages.masked_fill(centred == 0, 0).flatten()  # catches the other half, 0 / 0 where std_eps = 0
+    return advantages.masked_fill(centred == 0, 0).flatten()  # without it, std_eps=0 gives 0 / 0
 
 
 def token_log_probs(logits, tokens, temperature=1.0):
     r"""log \pi_\theta(y_{i,t} | x, y_{i,<t}) = log softmax(logits / temperature)[y_{i,t}].
 
-    logits (B, T, V), tokens (B, T) integers -> (B, T), float32 from half precision. logits[:, t] already predict
-    tokens[:, t]: shift the model's output by one first. `temperature` is the one the tokens were sampled at.
-    ValueError: logits and tokens differ in (B, T), temperature not above 0."""
+    logits (B, T, V), integer tokens (B, T) -> (B, T), in float32 if the logits are in half
+    precision. logits[:, t] must be those that predict tokens[:, t], so shift the model's output by
+    one position first. `temperature` is the sampling temperature. ValueError: logits and tokens
+    that differ in (B, T), or a temperature that is not above 0."""
     _require(logits.dim() == 3 and logits.shape[:2] == tokens.shape, logits=logits, tokens=tokens)
     if not temperature > 0:
-        raise ValueError(f"temperature {temperature} must be above 0")
-    return torch.log_softmax(_float(logits) / temperature, dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
+        raise ValueError(f"temperature must be above 0, but it is {temperature}")
+    log_probs = torch.log_softmax(_float(logits) / temperature, dim=-1)
+    return log_probs.gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def sequence_ratio(log_probs, old_log_probs, mask):
-    r"""Eq. 7, the sequence's importance ratio: s_i = (\pi_\theta(y_i|x) / \pi_{old}(y_i|x))^{1/|y_i|}, that is, the
-    geometric mean of its tokens' ratios.
+    r"""Eq. 7, the importance ratio of a response: the geometric mean of its tokens' ratios,
+    s_i = (\pi_\theta(y_i|x) / \pi_{old}(y_i|x))^{1/|y_i|}.
 
-    log_probs, old_log_probs, mask (B, T) -> (B,); 1 for a response without tokens. ValueError: shapes that
-    differ."""
+    log_probs, old_log_probs, mask (B, T) -> (B,). It is 1 for a response without tokens.
+    ValueError: shapes that differ; a mask on the CPU with other values than 0 and 1."""
+    mask = _boolean(mask)
     return _token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()
 
 
 def clipped_objective(ratio, advantages, eps_low, eps_high):
-    r"""min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), to be maximised: the one line that PPO (Eq. 1), GRPO
-    (Eq. 2), GSPO (Eq. 5) and GSPO-token (Eq. 13) share.
+    r"""min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), which is to be maximised. PPO (Eq. 1), GRPO
+    (Eq. 2), GSPO (Eq. 5) and GSPO-token (Eq. 13) share this line.
 
-    Elementwise: ratio and advantages of one shape, or 1 where the other has more, as (B, 1) beside (B, T), or one
-    advantage for all. Where the clip holds, the gradient is 0. ValueError: others (a (B,) is never laid along T)."""
-    fits = all(m == n or 1 in (m, n) for m, n in zip(ratio.shape, advantages.shape))
-    _require(fits and advantages.dim() in (0, ratio.dim()), ratio=ratio, advantages=advantages)
-    ratio, advantages = _float(ratio), _float(advantages)
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    ratio and advantages have one shape, or size 1 where the other has more, such as (B, 1) and
+    (B, T); a 0-dim advantages tensor serves all ratios. Where the clip is active, the gradient is
+    0. eps_low in (0, 1] and eps_high > 0 are distances from 1, not bounds; eps_low=1, eps_high=1e9
+    switches the clip off. ValueError: other shapes (a (B,) tensor is never broadcast along T),
+    another clip range, or an eps_low from 0.9 to below 1, which looks like a bound."""
+    match = all(m == n or 1 in (m, n) for m, n in zip(ratio.shape, advantages.shape))
+    _require(match and advantages.dim() in (0, ratio.dim()), ratio=ratio, advantages=advantages)
+    _check_clip_range(eps_low, eps_high)
+    ratio = _float(ratio)
+    advantages = _float(advantages)
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
+    return torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high=4e-4, denominator=None):
-    r"""Eq. 5, GSPO: -1/denominator \sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i), s_i as in Eq. 7.
+def gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high=4e-4,
+              denominator=None):
+    r"""Eq. 5, GSPO:
+    -1/denominator \sum_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i), s_i as in Eq. 7.
 
-    log_probs, old_log_probs, mask (B, T), advantages (B,) -> scalar. Its gradient is Eq. 10's with the sign turned:
-    every token of a response weighs s_i A_i / |y_i|, or nothing where the clip holds. ValueError: shapes that do
-    not fit."""
+    log_probs, old_log_probs, mask (B, T), advantages (B,) -> scalar. The gradient is that of Eq.
+    10 with the opposite sign: log s_i is the mean of |y_i| log-ratios, so ds_i = s_i d(log s_i) =
+    s_i / |y_i| \sum_t d log \pi_\theta(y_{i,t}), and each token's log-prob has the derivative
+    -s_i A_i / (|y_i| denominator), or 0 where the clip is active.
+    ValueError: shapes that do not match, or a mask, clip range or denominator out of range."""
     _require(advantages.shape == mask.shape[:1], advantages=advantages, mask=mask)
+    mask = _boolean(mask)
     ratio = sequence_ratio(log_probs, old_log_probs, mask)
     objective = clipped_objective(ratio, advantages, eps_low, eps_high)
-    return _loss(objective.where(mask.bool().any(dim=1), 0), denominator)  # an empty response: s = 1 would earn A
+    # A response without tokens has s = 1, so it would add A.
+    return _loss(objective.where(mask.any(dim=1), 0), denominator)
 
 
-def gspo_token_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high=4e-4, denominator=None):
-    r"""Eq. 13, GSPO-token, GSPO with an advantage for each token: -1/denominator \sum_i 1/|y_i| \sum_t
-    min(s_{i,t} A_{i,t}, clip(s_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}) where, Eq. 14, s_{i,t} = sg[s_i]
-    \pi_\theta(y_{i,t}) / sg[\pi_\theta(y_{i,t})]: worth s_i, with token t's gradient alone (sg stops gradients).
+def gspo_token_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, eps_high=4e-4,
+                    denominator=None):
+    r"""Eq. 13, GSPO-token, which is GSPO with an advantage for each token: -1/denominator \sum_i
+    1/|y_i| \sum_t min(s_{i,t} A_{i,t}, clip(s_{i,t}, 1 - eps_low, 1 + eps_high) A_{i,t}), with
+    Eq. 14: s_{i,t} = sg[s_i] \pi_\theta(y_{i,t}) / sg[\pi_\theta(y_{i,t})]. sg stops gradients, so
+    s_{i,t} has the value of s_i, and only token t's log-prob gets its gradient.
 
-    log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar. Its gradient is Eq. 17's with the
-    sign turned: token t weighs s_i A_{i,t} / |y_i|, or nothing where the clip holds. Advantages that are equal
-    within each response give gspo_loss's value and gradient. ValueError: shapes that do not fit."""
-    own = _log_ratio(log_probs, log_probs, mask)  # log(\pi / sg[\pi]): the second is detached, so 0, with a gradient
+    log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar. The gradient is that
+    of Eq. 17 with the opposite sign: -s_i A_{i,t} / (|y_i| denominator) for token t, or 0 where the
+    clip is active. If the advantages are equal within each response, value and gradient are those
+    of gspo_loss. ValueError: as in gspo_loss."""
+    mask = _boolean(mask)
+    # log(\pi / sg[\pi]): the second argument is detached, so the value is 0 but has a gradient.
+    own = _log_ratio(log_probs, log_probs, mask)
     ratio = sequence_ratio(log_probs, old_log_probs, mask).detach()[:, None] * own.exp()
-    objective = clipped_objective(ratio, _per_token("advantages", advantages, mask), eps_low, eps_high)
+    advantages = _per_token("advantages", advantages, mask)
+    objective = clipped_objective(ratio, advantages, eps_low, eps_high)
     return _loss(_token_mean(objective, mask), denominator)
 
 
-def grpo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.2, eps_high=0.27, denominator=None):
-    r"""Eq. 2, GRPO: -1/denominator \sum_i 1/|y_i| \sum_t min(w_{i,t} A_i, clip(w_{i,t}, 1 - eps_low, 1 + eps_high)
-    A_i), where each token has its own ratio, w_{i,t} = \pi_\theta(y_{i,t}) / \pi_{old}(y_{i,t}).
+def grpo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.2, eps_high=0.27,
+              denominator=None):
+    r"""Eq. 2, GRPO: -1/denominator \sum_i 1/|y_i| \sum_t min(w_{i,t} A_i, clip(w_{i,t},
+    1 - eps_low, 1 + eps_high) A_i), where each token has an importance ratio of its own,
+    w_{i,t} = \pi_\theta(y_{i,t}) / \pi_{old}(y_{i,t}).
 
-    log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar: the mean over a response's tokens,
-    then over responses. Its gradient is Eq. 12's with the sign turned: token t weighs w_{i,t} A_i / |y_i|, or
-    nothing where the clip holds. With a critic's (B, T) advantages it is PPO's clipped objective (Eq. 1).
-    ValueError: shapes that do not fit."""
+    log_probs, old_log_probs, mask (B, T), advantages (B,) or (B, T) -> scalar: the mean over each
+    response's tokens, then over responses. The gradient is that of Eq. 12 with the opposite sign:
+    -w_{i,t} A_i / (|y_i| denominator) for token t, or 0 where the clip is active. With a critic's
+    advantages (B, T), this is PPO's clipped objective (Eq. 1). ValueError: as in gspo_loss."""
+    mask = _boolean(mask)
     ratio = _log_ratio(log_probs, old_log_probs, mask).exp()
-    objective = clipped_objective(ratio, _per_token("advantages", advantages, mask), eps_low, eps_high)
+    advantages = _per_token("advantages", advantages, mask)
+    objective = clipped_objective(ratio, advantages, eps_low, eps_high)
     return _loss(_token_mean(objective, mask), denominator)
 
 
 def clip_fraction(ratio, advantages, mask, eps_low, eps_high):
-    r"""The share, 0 to 1, of response tokens that the clip takes out of the gradient: r > 1 + eps_high where A > 0,
-    r < 1 - eps_low where A < 0. Beyond the range on the other side the min keeps the gradient: that is not clipped.
+    r"""The fraction (0 to 1) of response tokens that clipping removes from the gradient: those with
+    r > 1 + eps_high and A > 0, and those with r < 1 - eps_low and A < 0. A ratio that is beyond the
+    range on the other side keeps its gradient because of the min, so it does not count.
 
-    ratio (B,) of sequences or (B, T) of tokens, advantages (B,) or (B, T), mask (B, T) -> scalar. A clipped (B,)
-    ratio takes out all tokens of its response. ValueError: shapes that do not fit."""
+    ratio (B,) of responses or (B, T) of tokens, advantages (B,) or (B, T), mask (B, T) -> scalar.
+    If a ratio (B,) is clipped, all tokens of its response count. ValueError: shapes that do not
+    match, or a mask or clip range out of range."""
+    _check_clip_range(eps_low, eps_high)
+    mask = _boolean(mask)
     ratio = _per_token("ratio", ratio, mask)
     advantages = _per_token("advantages", advantages, mask)
-    clipped = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
-    return clipped.sum() / mask.bool().sum().clamp(min=1)
+    above = (advantages > 0) & (ratio > 1 + eps_high)
+    below = (advantages < 0) & (ratio < 1 - eps_low)
+    return (above | below).sum() / mask.sum().clamp(min=1)
 
 
-if __name__ == "__main__":  # a worked example to check with a pencil
+if __name__ == "__main__":  # a worked example that can be checked with a pencil
     advantages = group_advantages(torch.tensor([0.8, 0.4, 0.6]), group_size=3)
-    print("Rewards 0.8 0.4 0.6: mean 0.6, standard deviation 0.2 -> advantages", *(f"{a:+.2f}" for a in advantages))
+    print("Three responses to one prompt have the rewards 0.8, 0.4 and 0.6: mean 0.6, standard")
+    print("deviation 0.2. Their advantages are {:+.2f}, {:+.2f} and {:+.2f}.\n".format(*advantages))
 
-    # Three responses of four tokens, each of probability 1/4; then the first token of each becomes twice as likely.
+    # Each response has four tokens of probability 1/4. Then the first token's probability doubles.
     old_log_probs = torch.full((3, 4), 0.25).log()
     log_probs = (old_log_probs + torch.tensor([2.0, 1.0, 1.0, 1.0]).log()).requires_grad_()
     mask = torch.ones(3, 4)
     ratio = sequence_ratio(log_probs, old_log_probs, mask)[0]
-    print(f"A response of 4 tokens whose probability doubles: s = 2^(1/4) = {ratio:.3f}, not 2\n")
+    print("The probability of each response of 4 tokens doubles, because that of its first token")
+    print(f"doubles. The importance ratio of the response is s = 2^(1/4) = {ratio:.3f}, not 2.\n")
 
-    print("What each token's log-prob weighs in the gradient, times |y| = 4 (0: clipped, or A = 0)")
+    print("The last two columns show the gradient of the objective with respect to each token's")
+    print("log-prob, times |y| = 4. It is 0 if the token is clipped or the advantage is 0.")
     print("advantage  token ratio  GRPO (0.2, 0.27)  GSPO (3e-4, 4e-4)")
-    weight = {}
+    gradients = []
     for loss in (grpo_loss, gspo_loss):
         value = loss(log_probs, old_log_probs, advantages, mask, denominator=1)
-        weight[loss] = -4 * torch.autograd.grad(value, log_probs)[0] + 0
-    for i in range(3):
-        for t in range(4):
-            print(f"{advantages[i]:+9.2f} {2 if t == 0 else 1:12d} "
-                  f"{weight[grpo_loss][i, t]:+17.2f} {weight[gspo_loss][i, t]:+18.2f}")
-    print("\nGRPO: each token weighs its own ratio and is clipped alone. GSPO: all weigh s and are clipped as one.")
+        gradients.append(-4 * torch.autograd.grad(value, log_probs)[0] + 0)
+    for i, advantage in enumerate(advantages):
+        for t, token_ratio in enumerate([2, 1, 1, 1]):
+            grpo, gspo = (gradient[i, t] for gradient in gradients)
+            print(f"{advantage:+9.2f} {token_ratio:12d} {grpo:+17.2f} {gspo:+18.2f}")
+    print("\nIn GRPO, each token has its own importance ratio and is clipped on its own.")
+    print("In GSPO, all tokens of a response share the ratio s and are clipped together.")

@@ -308,6 +308,27 @@ def gradient_of(value, x):
     return gradient
 
 
+def check_refuses_bad_masks(function, mask):
+    """function(mask) refuses masks that mark tokens by another value than 1."""
+    for other in (-math.inf, -1e9, 2.0):
+        bad = torch.zeros(mask.shape).masked_fill(~mask, other)
+        hint = f"a mask of 0 and {other:g}, where 0 may mark the tokens (an additive mask)"
+        check_refused(hint, function, bad)
+
+
+def check_refuses_bad_clip_ranges(function):
+    """function(eps_low, eps_high) refuses what cannot be two distances from 1."""
+    for low, high in (0.9997, 1.0004), (0.9, 0.5), (0.0, 0.5), (-0.2, 0.5), (1.5, 0.5), (0.2, 0.0):
+        hint = f"eps_low {low}, eps_high {high}: they are distances from 1, not bounds"
+        check_refused(f"{hint} (0.9 <= eps_low < 1 is refused, too)", function, low, high)
+    for low, high in (0.8, 0.5), (1, 1e9):
+        try:
+            function(low, high)
+        except ValueError as error:
+            fail(f"eps_low {low}, eps_high {high:g} must be allowed: 1 and 1e9 switch the clip off",
+                 f"got      ValueError: {error}")
+
+
 def check_no_gradient_of_old(function, new, old, *arguments):
     new.requires_grad_()
     old.requires_grad_()
@@ -752,6 +773,10 @@ class TestPromisesOfSequenceRatio:
             hint = f"log_probs, old_log_probs, mask of {shapes}"
             check_refused(hint, gspo.sequence_ratio, *tensors, names=(1, 2, 5))
 
+    def test_refuses_a_mask_that_is_not_0_and_1(self):
+        new, old, _, mask = example()
+        check_refuses_bad_masks(lambda bad: gspo.sequence_ratio(new, old, bad), mask)
+
 
 class TestPromisesOfClippedObjective:
     def test_computes_in_float32_at_least(self):
@@ -764,6 +789,13 @@ class TestPromisesOfClippedObjective:
             hint = f"ratio {ratio}, advantages {advantages}: never laid along the wrong dimension"
             tensors = torch.ones(ratio), torch.ones(advantages)
             check_refused(hint, gspo.clipped_objective, *tensors, *RANGE, names=ratio + advantages)
+
+    def test_refuses_a_clip_range_that_is_not_two_distances_from_1(self):
+        ratio = torch.tensor([0.01, 100.0])
+        objective = gspo.clipped_objective
+        check_refuses_bad_clip_ranges(lambda *eps: objective(ratio, torch.ones(2), *eps))
+        got = objective(ratio, torch.tensor([-1.0, 1.0]), 1, 1e9)
+        check(got, [-0.01, 100], "eps_low = 1 and eps_high = 1e9: no clip, so r A")
 
 
 class LossPromises:
@@ -810,6 +842,18 @@ class LossPromises:
                 hint = f"log_probs, old_log_probs, advantages, mask of {shapes}"
                 check_refused(hint, self.loss, *tensors, names=wrong)
 
+    def test_refuses_a_mask_that_is_not_0_and_1(self):
+        *arguments, mask = example()
+        check_refuses_bad_masks(lambda bad: self.loss(*arguments, bad), mask)
+
+    def test_refuses_a_clip_range_that_is_not_two_distances_from_1(self):
+        check_refuses_bad_clip_ranges(lambda *eps: self.loss(*example(), *eps))
+
+    def test_refuses_a_denominator_that_is_not_above_0(self):
+        for bad in (0, -4, math.nan):
+            hint = f"a denominator of {bad}"
+            check_refused(hint, lambda d: self.loss(*example(), *RANGE, denominator=d), bad)
+
 
 class TestPromisesOfGspoLoss(Gspo, LossPromises):
     pass
@@ -841,6 +885,51 @@ class TestPromisesOfClipFraction:
                 tensors = [torch.zeros(shape) for shape in (*shapes, (2, 5))]
                 hint = f"ratio, advantages of {shapes}, mask (2, 5)"
                 check_refused(hint, gspo.clip_fraction, *tensors, *RANGE, names=wrong)
+
+    def test_refuses_a_mask_that_is_not_0_and_1(self):
+        _, _, a, mask = example()
+        ratio = torch.tensor(SEQUENCE_RATIOS)
+        check_refuses_bad_masks(lambda bad: gspo.clip_fraction(ratio, a, bad, *RANGE), mask)
+
+    def test_refuses_a_clip_range_that_is_not_two_distances_from_1(self):
+        _, _, a, mask = example()
+        ratio = torch.tensor(SEQUENCE_RATIOS)
+        check_refuses_bad_clip_ranges(lambda *eps: gspo.clip_fraction(ratio, a, mask, *eps))
+
+
+# ==== gspo.py alone: what is not asked of a student ===============================================
+
+
+@pytest.mark.skipif(GRADING, reason="not asked of a student")
+class TestChecks:
+    @pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32])
+    def test_read_no_value_of_a_mask_that_is_not_on_the_cpu(self, kind):
+        """Tensors on the meta device have no values; reading one raises an error. On a GPU,
+        reading one would make the CPU wait."""
+        log_probs = torch.zeros(4, 5, device="meta", requires_grad=True)
+        advantages = torch.zeros(4, device="meta")
+        mask = torch.ones(4, 5, dtype=kind, device="meta")
+        for loss in gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss:
+            loss(log_probs, log_probs, advantages, mask, denominator=4).backward()
+        ratio = gspo.sequence_ratio(log_probs, log_probs, mask)
+        gspo.clip_fraction(ratio, advantages, mask, *RANGE)
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_take_an_additive_mask_on_a_gpu_for_padding(self):
+        new, old, _, mask = (x.cuda() for x in example())
+        ratio = gspo.sequence_ratio(new, old, torch.zeros(4, 4).cuda().masked_fill(~mask, -1e9))
+        check(ratio.cpu(), [1, 1, 1, 1], "a value other than 1 is padding, so there is no token")
+
+    def test_name_what_they_found_and_what_to_do(self):
+        new, old, advantages, mask = example()
+        for message, *arguments in (
+            (r"holds -1000000000.0; .*pass mask == 0", -1e9 * (~mask), *RANGE),
+            (r"instead of 0.9997 pass 0.0003, or 1 for", mask, 0.9997, 1.0004),
+            (r"eps_low 1.5 must be .* at most 1, and eps_high -1 ", mask, 1.5, -1),
+            (r"denominator must be above 0, but it is -2", mask, *RANGE, -2),
+        ):
+            with pytest.raises(ValueError, match=message):
+                gspo.gspo_loss(new, old, advantages, *arguments)
 
 
 if __name__ == "__main__":         # hand-outs, and the grades of a class
