@@ -33,6 +33,7 @@ def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name
     """`steps` supervised batches on the rows that draw_row() gives.
 
     at_once of a batch go through the model together (default: all), which sets the memory."""
+    cfg = train_math.Settings(instruction=instruction)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0, fused=True)
     at_once = at_once or batch_size
     bar = tqdm(range(steps), desc=name, leave=False)
@@ -40,7 +41,7 @@ def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name
         warm_up = min(1, (step + 1) / 20)
         optimizer.param_groups[0]["lr"] = learning_rate * warm_up * (1 - 0.9 * step / steps)
         rows = [draw_row() for _ in range(batch_size)]
-        prompts = train_math.encode_prompts(tokenizer, rows, instruction)
+        prompts = train_math.encode_prompts(tokenizer, rows, cfg)
         answers = [tokenizer(solution(row["answer"]), add_special_tokens=False).input_ids
                    + [tokenizer.eos_token_id] for row in rows]
         tokens = sum(map(len, answers))
@@ -74,10 +75,10 @@ def main(argv=None):
         parser.error("--steps, --batch_size and --learning_rate must be above 0")
     if args.output_dir.exists():
         parser.error(f"--output_dir {args.output_dir} is there already")
-    with train_math.blame(f"--dataset {args.dataset}"):
+    with train_math.exits_with(f"--dataset {args.dataset}"):
         cfg = train_math.Settings(dataset=args.dataset, eval_size=1)
         questions, _ = train_math.load_questions(cfg)
-    with train_math.blame(f"--model {args.model}, --device {args.device}"):
+    with train_math.exits_with(f"--model {args.model}, --device {args.device}"):
         model, tokenizer = train_math.load(args.model, args.device)
     rng = random.Random(args.seed)
 

@@ -83,8 +83,8 @@ def task_reward(prompts, completions, answer, **columns):
 def sampled_reward(model, tokenizer, probe, max_completion_length):
     """Share of right answers among one sampled to each question, 128 of them at once."""
     cfg = train_math.Settings(max_completion_length=max_completion_length, instruction="",
-                              rollout_rows=1024)
-    found = train_math.evaluate(model, tokenizer, probe, cfg, task_reward, temperature=1.0)
+                              rollout_rows=128)
+    found = train_math.evaluate(model, tokenizer, probe, cfg, 1.0, reward=task_reward)
     return found["eval_reward"]
 
 
@@ -243,21 +243,9 @@ def best_of_n_advantages(rewards, group_size):
     return (best / number.clamp(min=1)).flatten()
 
 
-def minibatches_with_rows(prompts, responses, advantages, cfg):
-    """train_math's build_minibatches; each micro-batch has `rows`, too, its responses' places in
-    the rollout. These, from 1 on, go in as advantages and are handed back; where the advantage is
-    0, so are they, and the response is left out."""
-    places = torch.arange(1, len(responses) + 1) * (advantages != 0)
-    minibatches = build_minibatches(prompts, responses, places, cfg)
-    for batch in itertools.chain(*minibatches):
-        batch.rows = (batch.advantages - 1).tolist()
-        batch.advantages = advantages[batch.rows].to(cfg.device)
-    return minibatches
-
-
 def on_tokens(batch, values):
-    """values[row], (tokens,) of each response, in the micro-batch's places, (b, T)."""
-    flat = torch.cat([values[row] for row in batch.rows])
+    """values[i], (tokens,) of each response, in the micro-batch's places, (b, T)."""
+    flat = torch.cat([values[i] for i in batch.indices])
     return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
 
 
@@ -311,7 +299,7 @@ class StepAdvantages:
             together = torch.cat(group)
             scale = together.std() + 1e-4
             credit += [(row - together.mean()) / scale for row in group]
-        minibatches = minibatches_with_rows(prompts, responses, advantages, cfg)
+        minibatches = build_minibatches(prompts, responses, advantages, cfg)
         for batch in itertools.chain(*minibatches):
             batch.advantages = on_tokens(batch, credit)
         return minibatches
@@ -319,9 +307,8 @@ class StepAdvantages:
 
 class TwoTurns:
     """Conversations: two_turn_questions' second question is asked after the answer to the first. A
-    response is answer, second question, answer; the question is masked out. Rewards are means over
-    turns. With `own`, GSPO-token's advantages (B, T): each turn's reward compared with the same
-    turn's in the group.
+    response holds the tokens of both answers. Rewards are means over turns. With `own`,
+    GSPO-token's advantages (B, T): each turn's reward compared with the same turn's in the group.
 
     Its methods replace train_math's functions of these names, `reward` is the reward;
     max_completion_length is a turn's."""
@@ -339,13 +326,16 @@ class TwoTurns:
     def rollout(self, model, prompts, group_size, *arguments):
         asked = [self.split(prompt) for prompt in prompts]
         questions = [question for question, _ in asked]
-        first, log_probs = rollout(model, questions, group_size, *arguments)
+        first, first_log_probs = rollout(model, questions, group_size, *arguments)
         asked = [pair for pair in asked for _ in range(group_size)]
         so_far = [question + answer + then for (question, then), answer in zip(asked, first)]
-        second, more = rollout(model, so_far, 1, *arguments)
+        second, second_log_probs = rollout(model, so_far, 1, *arguments)
         self.turns += zip(first, second)
-        responses = [a + then + b for a, (_, then), b in zip(first, asked, second)]
-        return responses, torch.cat([log_probs, more], dim=1)
+        responses = [a + b for a, b in zip(first, second)]
+        log_probs = torch.cat([first_log_probs, torch.zeros_like(second_log_probs)], dim=1)
+        for i, (a, b) in enumerate(zip(first, second)):
+            log_probs[i, len(a):len(a) + len(b)] = second_log_probs[i, :len(b)]
+        return responses, log_probs
 
     def reward(self, prompts, completions, answer, **columns):
         turns = self.turns  # of the whole rollout, which may have come in parts
@@ -365,26 +355,30 @@ class TwoTurns:
         return self.advantages.any(dim=1).float()  # 0 is left out as having no gradient
 
     def build_minibatches(self, prompts, responses, advantages, cfg):
+        """The second question stands between the answers, and is masked out."""
         asked = [self.split(prompt) for prompt in prompts]
         questions = [question for question, _ in asked]
-        minibatches = minibatches_with_rows(questions, responses, advantages, cfg)
+        whole = []
+        for response, (_, then), n in zip(responses, asked, self.first_lengths):
+            whole.append(response[:n] + then + response[n:])
+        minibatches = build_minibatches(questions, whole, advantages, cfg)
         for batch in itertools.chain(*minibatches):
             if self.own:
                 batch.advantages = torch.zeros(batch.mask.shape)
-            for i, row in enumerate(batch.rows):
-                first, second = asked[row]
-                end = len(first) - 1 + self.first_lengths[row]  # of the first answer, in the mask
-                batch.mask[i, end:end + len(second)] = False
+            for place, i in enumerate(batch.indices):
+                first, second = asked[i]
+                end = len(first) - 1 + self.first_lengths[i]  # of the first answer, in the mask
+                batch.mask[place, end:end + len(second)] = False
                 if self.own:
-                    batch.advantages[i, :end] = self.advantages[row][0]
-                    batch.advantages[i, end:] = self.advantages[row][1]
+                    batch.advantages[place, :end] = self.advantages[i][0]
+                    batch.advantages[place, end:] = self.advantages[i][1]
         return minibatches
 
     def right(self, model, questions, temperature, cfg):
         """Share of right answers, over questions and turns."""
-        _, _, texts, _ = train_math.sample(model, self.tokenizer, questions, 1, temperature, cfg,
-                                           self.rollout)
-        return train_math.score(self.reward, questions, texts).mean().item()
+        sampled = train_math.sample(
+            model, self.tokenizer, questions, 1, temperature, cfg, rollout=self.rollout)
+        return train_math.score(self.reward, questions, sampled.texts).mean().item()
 
 
 # ---- PPO's critic --------------------------------------------------------------------------------
@@ -544,7 +538,7 @@ class Engine:
         return responses, self.reported
 
     def build_minibatches(self, prompts, responses, advantages, cfg):
-        minibatches = minibatches_with_rows(prompts, responses, advantages, cfg)
+        minibatches = build_minibatches(prompts, responses, advantages, cfg)
         reported = [row[:len(response)] for row, response in zip(self.reported, responses)]
         for batch in itertools.chain(*minibatches):
             batch.reported = on_tokens(batch, reported)

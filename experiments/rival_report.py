@@ -118,20 +118,24 @@ def average(rows, metric, form, start=0):
     return format(statistics.fmean(values), form) if values else "-"
 
 
-def clipped(rows):
-    """The share of response tokens that the clip of this variant removes from the gradient.
+def clips_as_logged(spec):
+    """Whether the clip fraction that train_math.py logs is that of this variant's own clip.
 
-    train_math.py logs the share that the clip of gspo_loss or grpo_loss would remove. If a variant
-    clips in another way, its own share is not in the logs, and the cell is "-". A variant without a
-    clip removes nothing."""
-    spec = rows[0]["arm"]
+    It is computed for the clip of gspo_loss or grpo_loss. Some variants have no clip, or clip by
+    another rule: most losses of successors.py, noisy gates, gates on one side, random ones."""
     loss = dict(zip(("weight", "gate", "cap", "side", "shuffled"), spec.get("loss", [])))
-    if loss.get("gate") == "one":
+    if loss.get("gate") == "one" or loss.get("side", "both") != "both" or loss.get("shuffled"):
+        return False
+    return "noise" not in spec and spec.get("successor", "luspo") in CLIPPED_AS_GSPO
+
+
+def clipped(rows):
+    """The share of response tokens that the clip removes from the gradient; "-" if the logs do not
+    say it. A variant without a clip removes nothing."""
+    spec = rows[0]["arm"]
+    if "loss" in spec and spec["loss"][1] == "one":
         return "0.0%"
-    own_clip = spec.get("successor", "luspo") not in CLIPPED_AS_GSPO or "noise" in spec
-    if own_clip or loss.get("side", "both") != "both" or loss.get("shuffled"):
-        return "-"
-    return average(rows, "clip_fraction", ".1%")
+    return average(rows, "clip_fraction", ".1%") if clips_as_logged(spec) else "-"
 
 
 def spread(values):

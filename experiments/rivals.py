@@ -34,8 +34,8 @@ from common.logs import append, read
 from common.tiny_model import tiny_tokenizer
 from experiments import exact, ratios, successors
 from experiments import rival_parts as parts
-from experiments.rival_report import RESULTS, arms_of, comparable, report
-from experiments.rival_settings import EXPERIMENTS, GSPO, TASKS, settings_of
+from experiments.rival_report import RESULTS, arms_of, clips_as_logged, comparable, report
+from experiments.rival_settings import EXPERIMENTS, GSPO, NO_LOWER_BOUND, TASKS, settings_of
 from gspo import grpo_loss, gspo_token_loss
 from lesson import tiny
 
@@ -81,10 +81,10 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
     torch.manual_seed(cold)
     questions = TASKS[task].questions(name, 256)
     cfg = settings_of(task)
-    cfg.rollout_rows *= cfg.group_size  # 128 questions at once, or more
     if task == "two turns":
         return parts.TwoTurns(tokenizer, False).right(model, questions, temperature, cfg)
-    found = train_math.evaluate(model, tokenizer, questions, cfg, parts.task_reward, temperature)
+    found = train_math.evaluate(
+        model, tokenizer, questions, cfg, temperature, reward=parts.task_reward)
     return found["eval_reward"]
 
 
@@ -110,7 +110,8 @@ def pieces_of(spec, model, tokenizer):
     if "noise" in spec:
         pieces["loss"] = parts.noisy_gate(spec["noise"])
     if "successor" in spec:
-        pieces["loss"] = getattr(successors, spec["successor"] + "_loss")
+        loss = getattr(successors, spec["successor"] + "_loss")
+        pieces["loss"] = loss if clips_as_logged(spec) else fixed_range(loss, spec["eps"])
         if spec["successor"] == "dr_grpo":
             pieces["group_advantages"] = successors.centred_advantages
     if "advantages" in spec:
@@ -138,12 +139,33 @@ def pieces_of(spec, model, tokenizer):
     return pieces
 
 
+def fixed_range(loss, eps):
+    """The loss with two numbers of its own, which may not be a clip range of gspo.py."""
+    low, high = eps
+    if low == NO_LOWER_BOUND:
+        low = 1
+
+    def with_own_numbers(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, **more):
+        return loss(log_probs, old_log_probs, advantages, mask, low, high, **more)
+
+    return with_own_numbers
+
+
+def clip_range(spec):
+    """(lower, upper) for train_math.py. None, its default, if the loss has numbers of its own."""
+    eps = spec["eps"]
+    if "successor" in spec and not clips_as_logged(spec):
+        return None, None
+    if eps == NO_LOWER_BOUND:
+        return 1.0, 1e9
+    return eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
+
+
 def train(spec, model, tokenizer, seed):
     """Train one arm. Returns its rows of metrics, and its RoutingReplay if it has one."""
     names = "algorithm", "epochs", "minibatches", "learning_rate", "max_steps"
     own = {name: spec[name] for name in names if name in spec}
-    eps = spec["eps"]
-    low, high = eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
+    low, high = clip_range(spec)
     cfg = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
     questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
     pieces = pieces_of(spec, model, tokenizer)
@@ -171,6 +193,8 @@ def run(spec, cold, seed):
     row["greedy"] = accuracy(model, tokenizer, task, cold, temperature=0.0)
     for name in KEPT:
         row[name] = [four_digits(step[name]) for step in steps]
+    if not clips_as_logged(spec):
+        del row["clip_fraction"]  # of a clip that this variant does not have
     if replay:
         row["experts_changed"] = [four_digits(x) for x in replay.changed if x > 0]
     return row

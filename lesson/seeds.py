@@ -24,7 +24,7 @@ RESULTS = Path(__file__).with_name("results")
 LOGS = RESULTS / "runs.jsonl"
 ARMS = {
     "GSPO": [],
-    "no clip": ["--eps_low", "0.99", "--eps_high", "1e9"]}
+    "no clip": ["--eps_low", "1", "--eps_high", "1e9"]}
 ONE_EPOCH = ["--minibatches", "4", "--epochs", "1"]  # as in the paper
 ONE_UPDATE = ["--minibatches", "1", "--epochs", "1"]
 PLACES = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)]  # world, seed

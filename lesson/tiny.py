@@ -2,7 +2,7 @@
 
     python -m lesson.tiny                                                  GSPO
     python -m lesson.tiny --algorithm grpo --output_dir runs/grpo          GRPO
-    python -m lesson.tiny --eps_low 0.99 --eps_high 1e9 --output_dir runs/no_clip
+    python -m lesson.tiny --eps_low 1 --eps_high 1e9 --output_dir runs/no_clip
     python -m lesson.tiny --world 5 [any flag of train_math.py]            made in two minutes
 
 Word problems of one line about Fibonacci's rabbits, and a Qwen3 of 100,000 parameters that could
@@ -90,7 +90,7 @@ def warm_up(model, tokenizer, seed):
 def right(model, tokenizer, rows, temperature):
     """The share of these questions that the model answers right; temperature 0 is greedy."""
     cfg = train_math.parse_settings([*FLAGS, "--instruction", ""])
-    cfg = replace(cfg, rollout_rows=len(rows) * cfg.group_size)  # all at once
+    cfg = replace(cfg, rollout_rows=len(rows))  # all at once
     torch.manual_seed(0)
     row = train_math.evaluate(model, tokenizer, rows, cfg, temperature=temperature)
     return row["eval_reward"]

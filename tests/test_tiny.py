@@ -78,7 +78,7 @@ def test_makes_a_world_once_and_never_a_half_of_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, clip_range", [
     ([], (0.003, 0.004)),
     (["--algorithm", "grpo"], (0.2, 0.27)),
-    (["--eps_low", "0.99", "--eps_high", "1e9"], (0.99, 1e9))])
+    (["--eps_low", "1", "--eps_high", "1e9"], (1, 1e9))])
 def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range):
     folder = tmp_path / "run"
     small = SMALL | {"max_steps": 1, "minibatches": 4, "output_dir": folder}

@@ -24,7 +24,7 @@ import train_math
 from common import warm_up
 from common.logs import read, write
 from common.plot import draw
-from experiments.qwen import evaluate
+from experiments import evaluate
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
 COLD = {"qwen": 10, "smollm2": 12}
@@ -44,7 +44,7 @@ def is_short(row):
 def settings(flags):
     """train_math's settings, to answer 256 questions at once."""
     cfg = train_math.parse_settings(["--instruction", INSTRUCTION, *flags])
-    cfg.rollout_rows = 256 * cfg.group_size
+    cfg.rollout_rows = 256
     return cfg
 
 
@@ -58,11 +58,11 @@ def own_answers(args, n=128):
         model, tokenizer = train_math.load(args.model, cfg.device)
         rows = []
         torch.manual_seed(0)
-        _, texts = evaluate.sample(model, tokenizer, questions, 1.0, cfg)
-        for row, text, kept in zip(questions, texts, evaluate.judge(questions, texts)):
-            if kept["flexible"]:
-                answer = f"{text}\n#### {kept['gold']}"
-                rows.append({"question": row["question"], "answer": answer})
+        given = train_math.evaluate(model, tokenizer, questions, cfg, temperature=1.0)
+        for result in given["eval_results"]:
+            if result["last_number"]:
+                answer = f"{result['response']}\n#### {result['gold']}"
+                rows.append({"question": result["question"], "answer": answer})
         write(target, rows)
     return target
 
@@ -110,7 +110,7 @@ def side_by_side(questions, arms, n=8):
         text += f"**{question['question']}** (gold: {gold})\n\n"
         for arm, rows in arms.items():
             own = [row for row in rows if row["question"] == i and row["temperature"] == 0]
-            right = "right" if own[0]["right"] else "wrong"
+            right = "right" if own[0]["reward"] else "wrong"
             text += f"{arm}, {right}:\n```text\n{own[0]['response'].strip()}\n```\n"
     return text
 

@@ -35,7 +35,7 @@ def run(arm, model, seed, n_held_out=256):
         f"--learning_rate={rate}"])
     cfg = replace(cfg, output_dir=None, save_steps=cfg.max_steps, eval_size=n_held_out)
     questions, _ = sums.make_questions()
-    with train_math.blame(f"--model {model}"):
+    with train_math.exits_with(f"--model {model}"):
         model, tokenizer = train_math.load(model, cfg.device)
     return train_math.train(cfg, model, tokenizer, questions[n_held_out:], questions[:n_held_out],
                             reward=sums.last_number_reward)
@@ -81,7 +81,7 @@ def main():
         return
     if not a.model:
         parser.error("--model or --show")
-    with train_math.blame(f"--output_dir {a.output_dir}"):
+    with train_math.exits_with(f"--output_dir {a.output_dir}"):
         a.output_dir.mkdir(parents=True, exist_ok=True)
     for name, arm in ARMS.items():
         path = a.output_dir / f"{name}.jsonl"
