@@ -6,10 +6,9 @@ r"""The specification of gspo.py, and the tests of a student's version.
     $env:GSPO="my_gspo.py"                                        PowerShell: on a line before
 
 The maths is what the equations say, on ordinary input. The promises make a function fit for any
-input: half precision, NaN in the padding, responses without tokens, micro-batches, and a ValueError
-for arguments that cannot be right. All tests of the maths come first, function by function, so `-x`
-is a tutorial. The first line of a failure says what to look at; the numbers follow. The tests look
-at behaviour, in float32's precision, so that every correct file passes.
+input: half precision, NaN in the padding, responses without tokens, micro-batches, a ValueError for
+arguments that cannot be right. All tests of the maths come first, so `-x` is a tutorial. A failure
+first says what to look at. Only behaviour is tested, so that every correct file passes.
 
     arXiv v2         what it says                                     function
     Eq. 6            (reward - mean) / standard deviation, by group   group_advantages
@@ -22,12 +21,9 @@ at behaviour, in float32's precision, so that every correct file passes.
     -                the fraction of tokens that clipping removes     clip_fraction
 
 To run fewer tests, add for example -k "SequenceRatio or GspoLoss". grading.py, which stands beside
-this file or in lesson/, ends endless loops and prints the grade; without it, there is no grade. A
-mistake in sequence_ratio or clipped_objective does not cost points again in a loss that calls it,
-and neither does a wrong sign that several losses share. This needs gspo.py beside this file, so a
-student's own grade may be lower than the teacher's. A mistake in a helper of the student's own
-counts in every function that calls it. Hand-outs, and the grades of a class:
-`python test_gspo.py --help`.
+this file or in lesson/, ends endless loops and prints the grade; `python test_gspo.py --help` gives
+its rules. A function that fails is replaced by the right one for the losses that call it only if
+gspo.py is beside this file, so a student's own grade may be lower than the teacher's.
 """
 import importlib.util
 import itertools
@@ -79,7 +75,7 @@ def load(path):
 class Written:
     """The functions under test. One that is missing, or still to be written, says so."""
     functions = {}
-    negated = None  # the grader turns the sign of this function's results, to recognise a mistake
+    undo = {}  # the grader changes the results of a function to recognise a mistake
 
     def __getattr__(self, name):
         def call(*arguments, **keywords):
@@ -97,7 +93,10 @@ class Written:
                 fail(f"{name} {why}")
             if not isinstance(result, torch.Tensor):
                 fail(f"return a tensor, not a {type(result).__name__}", f"got {result!r}")
-            return -result if name == self.negated else result
+            if name in self.undo:
+                n = keywords.get("denominator") or len(arguments[0])
+                result = self.undo[name](result, n)
+            return result
         return call
 
 
@@ -160,14 +159,12 @@ def check(got, expected, hint, tolerance=1e-5, mistakes=()):
     got = got.reshape(expected.shape)
 
     def is_close_to(value):
+        value = torch.as_tensor(value, dtype=torch.float64)
         return bool(((got - value).abs() <= tolerance * (1 + value.abs())).all())
 
-    if is_close_to(expected):
-        return
-    for value, look_at in mistakes:
-        if is_close_to(torch.as_tensor(value, dtype=torch.float64)):
-            fail(look_at, *numbers)
-    fail(hint, *numbers)
+    if not is_close_to(expected):
+        known = [look_at for value, look_at in mistakes if is_close_to(value)]
+        fail([*known, hint][0], *numbers)
 
 
 def check_shape(got, shape):
@@ -206,15 +203,14 @@ def check_refuses_bad_masks(function, mask):
     """function(mask) refuses masks that mark tokens by another value than 1."""
     for other in (-math.inf, -1e9, 2.0):
         bad = torch.zeros(mask.shape).masked_fill(~mask, other)
-        hint = f"a mask of 0 and {other:g}, where 0 may mark the tokens (an additive mask)"
-        check_refused(hint, function, bad)
+        check_refused(f"a mask of 0 and {other:g} (is it an additive mask?)", function, bad)
 
 
 def check_refuses_bad_clip_ranges(function):
     """function(eps_low, eps_high) refuses what cannot be two distances from 1."""
-    for low, high in (0.9997, 1.0004), (0.9, 0.5), (0.0, 0.5), (-0.2, 0.5), (1.5, 0.5), (0.2, 0.0):
-        hint = f"eps_low {low}, eps_high {high}: they are distances from 1, not bounds"
-        check_refused(f"{hint} (0.9 <= eps_low < 1 is refused, too)", function, low, high)
+    for eps in (0.9997, 1.0004), (0.9, 0.5), (0.0, 0.5), (-0.2, 0.5), (1.5, 0.5), (0.2, 0.0):
+        hint = "eps_low and eps_high of {} and {} (these are distances from 1, not bounds)"
+        check_refused(hint.format(*eps), function, *eps)
     function(0.8, 0.5)
     function(1, 1e9)  # no clip
 
@@ -428,7 +424,9 @@ class TestMathsOfClippedObjective:
     def test_is_the_smaller_of_clipped_and_unclipped(self, ratio, advantage, value, _, look_at):
         got = gspo.clipped_objective(torch.tensor([ratio]), torch.tensor([advantage]), *RANGE)
         formula = "min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)"
-        check(got, [value], f"{formula}, r = {ratio}, A = {advantage:g}: {look_at}")
+        about = f"r = {ratio}, A = {advantage:g}"
+        check(got, [value], f"{formula}, {about}: {look_at}", mistakes=[
+            ([-value], f"the sign: {formula} is to be maximised; only the loss is negative")])
 
     @pytest.mark.parametrize("ratio, advantage, _, slope, look_at", CLIPPED)
     def test_slopes_where_the_min_takes_the_unclipped(self, ratio, advantage, _, slope, look_at):
@@ -447,6 +445,8 @@ class TestMathsOfClippedObjective:
 class Loss:
     """What the tests need to know of a loss; the classes below say it of each."""
     token_advantages = True        # takes (B, T), too
+    sign_hint = "the sign: the loss is minus the objective"
+    sum_hint = "this is the sum over responses: take the mean"
 
     def loss(self, *arguments, **keywords):
         return getattr(gspo, self.name)(*arguments, **keywords)
@@ -507,7 +507,7 @@ class LossMaths:
     def test_of_one_response(self, i):
         value = self.value(*example([i]))
         check(value, -self.objectives[i], f"{self.value_hint} ({about(i)})", mistakes=[
-            (self.objectives[i], "the sign: the loss is minus the objective"),
+            (self.objectives[i], self.sign_hint),
             (-self.other.objectives[i], f"{self.other_hint} ({about(i)})")])
 
     @pytest.mark.parametrize("i", ALL)
@@ -519,19 +519,19 @@ class LossMaths:
         """Every ratio is 1: -(1 - 1 - 3 + 2) / 4 = 1/4."""
         _, old, advantages, mask = example()
         value, gradient = self.value_and_gradient(old, old, advantages, mask)
-        check(value, 1 / 4, "ratios of 1: minus the mean over responses of the advantages")
+        check(value, 1 / 4, "ratios of 1: minus the mean over responses of the advantages",
+              mistakes=[(1, self.sum_hint), (-1 / 4, self.sign_hint)])
         expected = [[-1/8, -1/8, 0, 0], [1/16] * 4, [1/4, 1/4, 1/4, 0], [-1/4, -1/4, 0, 0]]
         check(gradient, expected, "ratios of 1: REINFORCE's gradient, -A / |y| / B on each token")
 
     @LAYOUTS
     def test_of_four_responses_is_their_mean(self, columns, padding, hint):
         value = self.value(*example(ALL, columns, padding))
-        lengths = [len(RATIOS[i]) for i in ALL]
-        by_token = sum(n * x for n, x in zip(lengths, self.objectives, strict=True))
+        by_token = sum(len(RATIOS[i]) * self.objectives[i] for i in ALL)
         each = "; each is the mean over its own tokens"
         check(value, -sum(self.objectives) / 4, f"the mean over responses; {hint}", mistakes=[
-            (-sum(self.objectives), "this is the sum over responses: take the mean"),
-            (-by_token / sum(lengths), f"this is the mean over all tokens, not responses{each}"),
+            (-sum(self.objectives), self.sum_hint),
+            (-by_token / 11, f"this is the mean over all tokens, not responses{each}"),
             (-by_token / 4, f"this is a sum over each response's tokens{each}")])
 
     @pytest.mark.parametrize("seed", range(4))

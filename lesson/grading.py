@@ -45,20 +45,25 @@ def fail(hint):
     pytest.fail(hint, pytrace=False)
 
 
-class Repair:
-    """One way to try a failed test of a loss again: names to lend, or the opposite sign."""
+SLIPS = {  # mistakes that several losses may share: how to undo one; n is the denominator
+    "the sign is wrong": lambda result, n: -result,
+    "the sum over responses is not divided": lambda result, n: result / n,
+}
 
-    def __init__(self, lender, part, lent, opposite_sign, at_once=False):
+
+class Repair:
+    """One way to try a failed test of a loss again: names to lend, and a slip to undo, or None."""
+
+    def __init__(self, lender, part, lent, slip=None):
         self.lender = lender
         self.part = part
         self.lent = lent
-        self.opposite_sign = opposite_sign
-        self.at_once = at_once     # the file's own function does not end: do not try it first
+        self.slip = slip
         notes = []
         if lent:
             notes.append(f"tested with a right {' and '.join(lent)}")
-        if opposite_sign:
-            notes.append("the sign is wrong as in an earlier loss, which costs no points here")
+        if slip:
+            notes.append(f"{slip}, as in {lender.first_with.get(slip)}, where it costs points")
         self.note = "; ".join(notes)
 
     @contextmanager
@@ -66,24 +71,23 @@ class Repair:
         names = vars(self.lender.module)
         own = {name: names.get(name) for name in self.lent}
         names.update(self.lent)    # for the file's own calls, not for the tests
-        if self.opposite_sign:
-            self.lender.under_test.negated = self.part
+        if self.slip:
+            self.lender.under_test.undo = {self.part: SLIPS[self.slip]}
         try:
             yield
         finally:
             names.update(own)
-            self.lender.under_test.negated = None
+            self.lender.under_test.undo = {}
 
     def counts(self):
-        """Whether a test that passes so has passed: not if this loss is the first of wrong sign."""
-        if not self.opposite_sign:
+        """Whether a test that passes so has passed. The first loss with a slip pays for it."""
+        if self.slip is None:
             return True
-        self.lender.wrong_sign.setdefault("first", self.part)
-        return self.lender.wrong_sign["first"] != self.part
+        return self.lender.first_with.setdefault(self.slip, self.part) != self.part
 
 
 class Lender:
-    """Keeps a mistake in a function from costing points in the losses that call it, too.
+    """Keeps a mistake that has cost points in one function from costing points in the losses, too.
 
     module: the file under test. under_test: the tests' proxy of it. right: the right functions."""
 
@@ -94,26 +98,23 @@ class Lender:
         self.module = module
         self.under_test = under_test
         self.right = right
-        self.wrong_sign = {}
+        self.first_with = {}       # slip -> the loss that has it first
 
     def repairs(self, part, failed, dead):
+        """What to try, in this order."""
         if part not in self.LOSSES:
             return []
-        wrong = failed | dead.keys()
-        lent = {name: self.right[name] for name in self.LENT if name in wrong & self.right.keys()}
-        at_once = bool(lent.keys() & dead.keys())
-        repairs = [Repair(self, part, lent, opposite_sign=True)]
-        if lent:
-            repairs.insert(0, Repair(self, part, lent, opposite_sign=False, at_once=at_once))
-        return repairs
+        wrong = (failed | dead.keys()) & self.right.keys()
+        lent = {name: self.right[name] for name in self.LENT if name in wrong}
+        repairs = [Repair(self, part, lent)] if lent else []
+        return repairs + [Repair(self, part, lent, slip) for slip in SLIPS]
 
 
 class Grader:
     """The plugin of one graded run.
 
     path: the file under test. place: a function from a test's id to its (part, kind), or None.
-    weights: {kind: points}. lender: an object that can repair mistakes of earlier parts (see
-    pytest_pyfunc_call), or None."""
+    weights: {kind: points}. lender: a Lender, or None."""
 
     def __init__(self, session, path, place, weights, lender=None):
         self.session = session
@@ -234,9 +235,7 @@ class Grader:
     def pytest_pyfunc_call(self, pyfuncitem):
         """Runs a test, in place of pytest's own call, which runs after it for all other tests.
 
-        If it fails, the lender may name repairs, each a context manager, what to say if the test
-        passes with it, and whether that counts: a mistake that has cost points in an earlier part
-        costs none in this one."""
+        If it fails, it is tried again with the lender's repairs."""
         test = pyfuncitem.nodeid
         if test not in self.tests:
             return None
@@ -256,7 +255,7 @@ class Grader:
 
         repairs = self.lender.repairs(part, self.failed(), self.dead) if self.lender else []
         error = None
-        if not any(repair.at_once for repair in repairs):
+        if not (repairs and repairs[0].lent.keys() & self.dead.keys()):  # these do not end
             error = self.attempt(call)
             if error is None:
                 return True
