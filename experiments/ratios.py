@@ -190,7 +190,8 @@ def mean_by_length(name, rows):
 
 
 def table(rows):
-    """Markdown: a model and a length a line, with each run's value."""
+    """Markdown: a model and a length a line, with each run's value. Histograms are passed over."""
+    rows = [row for row in rows if "length" in row]
     lines = [
         f"| model | tokens | {' | '.join(COLUMNS.values())} |",
         "|---" * (2 + len(COLUMNS)) + "|",
@@ -222,7 +223,7 @@ def main(results, tiny_runs, model=None, gsm8k=None):
     write(path, rows)
     by_length = [row for row in rows if "length" in row]
     histograms = [row for row in rows if "length" not in row]
-    text = table(by_length)
+    text = table(rows)
     (results / "ratios.md").write_text(text, encoding="utf-8")
     draw(by_length, histograms, results / "ratios.png")
     print(text)

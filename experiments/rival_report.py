@@ -353,18 +353,25 @@ def draw_noise(rows, path):
     figure.savefig(path, dpi=110)
 
 
+def text_of(name, every):
+    """The contents of NAME.md; every: all rows of runs.jsonl."""
+    text = table(name, comparable(arms_of(name), every))
+    if name == "greedy":
+        text += cooling(every)
+    return text
+
+
 def report(name, folder):
     """Writes the table of an experiment, and its pictures, from the folder's runs.jsonl."""
     every = read(folder / "runs.jsonl")
     rows = comparable(arms_of(name), every)
-    text = table(name, rows)
-    if name == "greedy":
-        text += cooling(every)
-        draw_cooling(every, folder / "cooling.png")
+    text = text_of(name, every)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
     if name in SHOWN or folder != RESULTS:
         draw(name, rows, folder / f"{name}.png")
+    if name == "greedy":
+        draw_cooling(every, folder / "cooling.png")
     if name == "factorial":
         draw_factorial(rows, folder / "factorial.png")
     if name in ("world", "world_few"):

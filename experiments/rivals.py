@@ -41,8 +41,7 @@ from lesson import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 COLD = ROOT / "runs" / "rivals"
-KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm",
-        "seconds", "seconds_rollout")
+KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm")
 
 
 # ---- one run -------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The pieces that rivals.py passes into the loop do what their names say, and so do exact.py's
-arithmetic and gsm8k.py's comparison."""
+"""The pieces that rivals.py passes into the loop do what their names say, and so does exact.py's
+arithmetic."""
 import itertools
 import json
 import math
@@ -13,11 +13,10 @@ from torch import tensor
 from torch.testing import assert_close
 
 import train_math
-from common.logs import read, write
+from common.logs import write
 from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments import exact, rival_report, rival_settings, rivals, successors
 from experiments import rival_parts as parts
-from experiments.qwen import gsm8k
 from gspo import grpo_loss, gspo_loss
 
 
@@ -786,16 +785,6 @@ class TestRuns:
         spec = rival_settings.arm(algorithm, 0.1, **pieces)
         assert rival_report.clipped([{"arm": spec, "clip_fraction": [None, 0.2, 0.3]}]) == cell
 
-    def test_give_the_tables_that_are_published(self):
-        every = read(rival_report.RESULTS / "runs.jsonl")
-        for name in rival_settings.EXPERIMENTS:
-            rows = rival_report.comparable(rival_report.arms_of(name), every)
-            text = rival_report.table(name, rows)
-            if name == "greedy":
-                text += rival_report.cooling(every)
-            published = rival_report.RESULTS / f"{name}.md"
-            assert published.read_text(encoding="utf-8") == text, name
-
     def test_that_are_there_are_not_run_again_and_make_the_table_and_the_figure(
             self, tmp_path, monkeypatch):
         monkeypatch.setattr(rivals.multiprocessing, "get_context", None)  # nothing may be started
@@ -828,38 +817,3 @@ class TestRuns:
                         "| 25.0% | - | 0.100 | 2.0% |")
         rival_report.draw("moe", rows, tmp_path / "moe.png")
         assert (tmp_path / "moe.png").stat().st_size > 1000
-
-
-class TestGsm8k:
-    def test_compares_right_and_wrong_on_the_same_questions(self):
-        before = [1] * 4 + [0] * 6
-        after = [0] + [1] * 8 + [0]  # of 10 questions 5 gained, 1 lost
-        d, interval, p = gsm8k.paired(before, after)
-        assert d == pytest.approx(0.4)
-        assert interval == pytest.approx((-0.0111, 0.8111), abs=1e-4)
-        assert p == 2 * (1 + 6) / 2**6  # of 6 changes at most one against
-        *_, p = gsm8k.paired(before, before)
-        assert p == 1
-
-    def test_makes_a_table_of_arms_at_each_temperature(self):
-        def arm(*right):
-            rows = []
-            for t in gsm8k.TEMPERATURES:
-                for i, x in enumerate(right):
-                    rows.append({
-                        "question": i,
-                        "temperature": t,
-                        "right": x,
-                        "flexible": True,
-                        "cut": i == 0,
-                        "tokens": 10 + i,
-                    })
-            return rows[::-1]
-
-        cold = arm(1, 0, 0, 0)
-        gspo = arm(1, 1, 0, 1)
-        text = gsm8k.table({"cold": cold, "grpo": cold, "gspo": gspo})
-        assert text.count("| gspo | greedy | 3 of 4, 75.0%") == 1
-        assert text.count("| gspo | at temperature 1.0 |") == 1
-        assert "| 100.0% | +50.0% (+1.0% to +99.0%) | 0.5 | 25% | 12 |" in text
-        assert "gspo minus grpo, temperature 0.0: +50.0% (+1.0% to +99.0%), p 0.5" in text

@@ -2,6 +2,7 @@
 
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID        # Qwen: hours
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2
+    python -m experiments.qwen.gsm8k --show experiments/results/gsm8k         # the table again
 
 --gsm8k holds train.jsonl and test.jsonl; of their questions those of one or two steps and under 220
 characters are kept. Parts, which --parts picks, and of which none is done twice (RL goes on where
@@ -13,7 +14,6 @@ sampled. All is written to --output_dir; at the end come table.md, answers.md an
 what is there; --results copies them, with the logs.
 """
 import argparse
-import math
 import random
 import shutil
 from pathlib import Path
@@ -24,6 +24,7 @@ import train_math
 from common import warm_up
 from common.logs import read, write
 from common.plot import draw
+from experiments.qwen import evaluate
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
 COLD = {"qwen": 10, "smollm2": 12}
@@ -47,16 +48,6 @@ def settings(flags):
     return cfg
 
 
-def answers(model, tokenizer, questions, cfg, temperature):
-    """[(text, is its answer right, is its last number right)], one to each question."""
-    torch.manual_seed(0)
-    _, _, texts, _ = train_math.sample(model, tokenizer, questions, 1, temperature, cfg)
-    strict, flexible = (
-        train_math.correctness_reward(None, texts, [row["answer"] for row in questions], strict)
-        for strict in (True, False))
-    return [(text, bool(a), bool(b)) for text, a, b in zip(texts, strict, flexible)]
-
-
 def own_answers(args, n=128):
     """own.jsonl: those of the model's own answers to n training questions whose last number is
     right, and '#### number' after them: to learn the form from, and nothing else."""
@@ -66,11 +57,12 @@ def own_answers(args, n=128):
         questions = random.Random(0).sample(read(args.questions / "train.jsonl"), n)
         model, tokenizer = train_math.load(args.model, cfg.device)
         rows = []
-        given = answers(model, tokenizer, questions, cfg, temperature=1.0)
-        for row, (text, _, right) in zip(questions, given):
-            if right:
-                gold = train_math.gold_answer(row["answer"])
-                rows.append({"question": row["question"], "answer": f"{text}\n#### {gold}"})
+        torch.manual_seed(0)
+        _, texts = evaluate.sample(model, tokenizer, questions, 1.0, cfg)
+        for row, text, kept in zip(questions, texts, evaluate.judge(questions, texts)):
+            if kept["flexible"]:
+                answer = f"{text}\n#### {kept['gold']}"
+                rows.append({"question": row["question"], "answer": answer})
         write(target, rows)
     return target
 
@@ -91,79 +83,23 @@ def reinforce(args, algorithm):
                      str(args.output_dir / algorithm), *RL[args.preset].split()])
 
 
-def evaluate(args, arm):
-    """ARM.jsonl: a line a held-out question, with the greedy answer and one sampled."""
+def ask_arm(args, arm):
+    """ARM.jsonl: for each held-out question the greedy answer and a sampled one, a line each."""
     folders = {"base": args.model, "cold": args.output_dir / "cold", "sft": args.output_dir / "sft"}
     folder = folders.get(arm, args.output_dir / arm / "model")
-    target = args.output_dir / f"{arm}.jsonl"
-    if target.exists() or arm != "base" and not folder.exists():
-        return
-    cfg = settings(RL[args.preset].split())
-    questions = read(args.questions / "test.jsonl")
-    model, tokenizer = train_math.load(str(folder), cfg.device)
-    rows = []
-    for temperature in TEMPERATURES:
-        given = answers(model, tokenizer, questions, cfg, temperature)
-        for i, (text, right, flexible) in enumerate(given):
-            n = len(tokenizer(text, add_special_tokens=False).input_ids)
-            gold = train_math.gold_answer(questions[i]["answer"])
-            rows.append({"question": i, "temperature": temperature, "gold": gold, "right": right,
-                         "flexible": flexible, "tokens": n,
-                         "cut": n >= cfg.max_completion_length - 1, "response": text})
-    write(target, rows)
-
-
-def paired(before, after):
-    """(difference, its 95% interval, McNemar's exact p) of two lists of right or wrong on the same
-    questions."""
-    n = len(before)
-    gained = sum(y and not x for x, y in zip(before, after))
-    lost = sum(x and not y for x, y in zip(before, after))
-    d = (gained - lost) / n
-    changed = gained + lost
-    half = 1.96 * math.sqrt(changed - (gained - lost) ** 2 / n) / n
-    fewer = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1))
-    return d, (d - half, d + half), min(1, 2 * fewer / 2**changed)
-
-
-def column(rows, temperature, name="right"):
-    rows = sorted(rows, key=lambda row: row["question"])
-    return [row[name] for row in rows if row["temperature"] == temperature]
-
-
-def mean(values):
-    return sum(values) / len(values)
-
-
-def table_line(arm, rows, cold, temperature):
-    """One line of table(); cold: the cold start's rows, or None."""
-    right = column(rows, temperature)
-    low, high = train_math.wilson(sum(right), len(right))
-    versus = "- | -"
-    if cold:
-        d, (a, b), p = paired(column(cold, temperature), right)
-        versus = f"{d:+.1%} ({a:+.1%} to {b:+.1%}) | {p:.2g}"
-    how = f"at temperature {temperature}" if temperature else "greedy"
-    cells = [arm, how,
-             f"{sum(right)} of {len(right)}, {mean(right):.1%} ({low:.1%} to {high:.1%})",
-             f"{mean(column(rows, temperature, 'flexible')):.1%}", versus,
-             f"{mean(column(rows, temperature, 'cut')):.0%}",
-             f"{mean(column(rows, temperature, 'tokens')):.0f}"]
-    return f"| {' | '.join(cells)} |"
+    if arm == "base" or folder.exists():
+        cfg = settings(RL[args.preset].split())
+        questions = read(args.questions / "test.jsonl")
+        evaluate.ask(args.output_dir / f"{arm}.jsonl", folder, questions, TEMPERATURES, cfg)
 
 
 def table(arms):
-    lines = ["| model | answers | right (95%) | by the last number | minus the cold start (95%, "
-             "paired) | McNemar p | cut | tokens |", "|---|---|---|---|---|---|---|---|"]
-    for temperature in TEMPERATURES:
-        for arm, rows in arms.items():
-            cold = None if arm == "cold" else arms.get("cold")
-            lines.append(table_line(arm, rows, cold, temperature))
+    """Markdown: all models beside the cold start, and GSPO beside GRPO."""
+    text = evaluate.table(arms, "cold", "the cold start")
     for temperature in TEMPERATURES if {"gspo", "grpo"} <= arms.keys() else ():
-        d, (a, b), p = paired(*(column(arms[arm], temperature) for arm in ("grpo", "gspo")))
-        lines.append(f"\ngspo minus grpo, temperature {temperature}: {d:+.1%} ({a:+.1%} to "
-                     f"{b:+.1%}), p {p:.2g}")
-    return "\n".join(lines) + "\n"
+        difference, p = evaluate.difference(arms["grpo"], arms["gspo"], temperature)
+        text += f"\ngspo minus grpo, temperature {temperature}: {difference}, p {p}\n"
+    return text
 
 
 def side_by_side(questions, arms, n=8):
@@ -179,10 +115,15 @@ def side_by_side(questions, arms, n=8):
     return text
 
 
+def answers_in(folder):
+    """{arm: the logged answers of its model}, of those arms that were asked."""
+    arms = {arm: read(folder / f"{arm}.jsonl") for arm in ARMS}
+    return {arm: rows for arm, rows in arms.items() if rows}
+
+
 def report(args):
     output = args.output_dir
-    arms = {arm: read(output / f"{arm}.jsonl") for arm in ARMS}
-    arms = {arm: rows for arm, rows in arms.items() if rows}
+    arms = answers_in(output)
     runs = {arm: read(output / arm / "metrics.jsonl") for arm in ("gspo", "grpo")}
     runs = {arm: rows for arm, rows in runs.items() if rows}
     if arms:
@@ -201,19 +142,24 @@ def report(args):
             shutil.copy(output / arm / "metrics.jsonl", args.results / f"{arm}.metrics.jsonl")
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gsm8k", type=Path, required=True,
-                        help="the folder with train.jsonl and test.jsonl")
-    parser.add_argument("--model", required=True,
-                        help="hub id or folder: of Qwen2.5-Coder-0.5B-Instruct, or so")
+    parser.add_argument("--gsm8k", type=Path, help="the folder with train.jsonl and test.jsonl")
+    parser.add_argument("--model", help="hub id or folder: of Qwen2.5-Coder-0.5B-Instruct, or so")
+    parser.add_argument("--show", type=Path, metavar="FOLDER",
+                        help="only print the table of the answers in this folder")
     parser.add_argument("--preset", choices=COLD, default="qwen", help="steps and sizes")
     parser.add_argument("--parts", nargs="+", choices=[*ARMS, "evaluate", "report"],
                         default=["cold", "gspo", "evaluate", "sft", "grpo", "evaluate"])
     parser.add_argument("--sft_steps", type=int, default=30, help="batches more, for sft")
     parser.add_argument("--output_dir", type=Path, help="default: runs/gsm8k_PRESET")
     parser.add_argument("--results", type=Path, help="copy logs, tables and picture there")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.show:
+        print(table(answers_in(args.show)))
+        return
+    if not (args.gsm8k and args.model):
+        parser.error("--gsm8k and --model are needed, or --show")
     args.output_dir = args.output_dir or Path("runs") / f"gsm8k_{args.preset}"
     args.questions = args.output_dir / "questions"
     args.questions.mkdir(parents=True, exist_ok=True)
@@ -230,7 +176,7 @@ def main():
             reinforce(args, part)
         elif part == "evaluate":
             for arm in ARMS:
-                evaluate(args, arm)
+                ask_arm(args, arm)
     report(args)
 
 

@@ -19,11 +19,10 @@ import random
 import sys
 from pathlib import Path
 
-import torch
-
 import train_math
+from common.intervals import accuracy, accuracy_text, gain_text
 from common.logs import read, write
-from experiments.qwen.gsm8k import paired
+from experiments.qwen import evaluate
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
@@ -55,32 +54,20 @@ def last_number_reward(prompts, completions, answer, **columns):
     return [float(number == gold) for number, gold in zip(given, answer)]
 
 
-# ---- the untrained model's answers, and the trained one's ---------------------------------------
+def judge(questions, texts):
+    """What is kept of each answer; "result": does it name a number that is not in the question?"""
+    right = train_math.score(last_number_reward, questions, texts).tolist()
+    kept = []
+    for i, row in enumerate(questions):
+        number = train_math.extract_answer(texts[i], strict=False)
+        result = number not in (None, *row["factors"])
+        kept.append({"question": i, "factors": row["factors"], "right": right[i], "result": result})
+    return kept
 
 
-def missing(path):
-    """The temperatures at which before.jsonl or after.jsonl has no answers yet."""
-    return sorted(set(TEMPERATURES[path.stem]) - {row["temperature"] for row in read(path)})
-
-
-def ask(path, model, held_out, cfg):
-    """Adds the model's answers to the held-out questions, a line each, at what is missing."""
-    if not missing(path):
-        return
-    model, tokenizer = train_math.load(model, cfg.device)
-    for temperature in missing(path):
-        torch.manual_seed(0)
-        _, responses, texts, _ = train_math.sample(model, tokenizer, held_out, 1, temperature, cfg)
-        right = train_math.score(last_number_reward, held_out, texts).tolist()
-        answers = read(path)
-        for i, row in enumerate(held_out):
-            number = train_math.extract_answer(texts[i], strict=False)
-            answers.append({
-                "temperature": temperature, **row, "response": texts[i], "right": right[i],
-                "result": number not in (None, *row["factors"]),  # it names a third number
-                "tokens": len(responses[i])})
-        write(path, answers)
-        print(f"{path.stem}, temperature {temperature}: {sum(right):.0f} of {len(right)} right")
+def missing(folder, when):
+    """The temperatures at which the model before or after the training is still to be asked."""
+    return evaluate.missing(folder / f"{when}.jsonl", TEMPERATURES[when])
 
 
 # ---- table and picture ---------------------------------------------------------------------------
@@ -101,24 +88,6 @@ def load_run(folder):
     return rows[0]["settings"], rows[1:], answers
 
 
-def share(rows):
-    """(share of right answers, the ends of its 95% interval)"""
-    right = sum(row["right"] for row in rows)
-    return right / len(rows), *train_math.wilson(right, len(rows))
-
-
-def told(rows):
-    return "{:.1%} ({:.1%} to {:.1%})".format(*share(rows))
-
-
-def gain(before, after):
-    """The difference of two shares of right answers to the same questions, its 95% interval, and
-    McNemar's exact p: of the questions that changed, were as many won as lost?"""
-    right = ([row["right"] == 1 for row in rows] for rows in (before, after))
-    mean, (low, high), p = paired(*right)
-    return f"{mean:+.1%} (95%: {low:+.1%} to {high:+.1%}), p = {p:.2g}"
-
-
 def minutes(steps):
     return f"{sum(row['seconds'] for row in steps) / 60:.0f}"
 
@@ -130,17 +99,17 @@ def table(answers, steps, best):
         "names a result | tokens",
         "---|---|---|---|---|---|---"]
     for (when, temperature), rows in answers.items():
-        cells = [when, temperature or "greedy", told(rows)]
+        cells = [when, temperature or "greedy", accuracy_text(rows)]
         for digits in 1, 2:
             kind = [row for row in rows if len(row["factors"][0]) == digits]
-            cells.append(f"{share(kind)[0]:.1%}")
+            cells.append(f"{accuracy(kind)[0]:.1%}")
         for name in "result", "tokens":
             cells.append(f"{sum(row[name] for row in rows) / len(rows):.3g}")
         lines.append(" | ".join(map(str, cells)))
     lines.append("")
     for temperature in TEMPERATURES["after"]:
         for other in dict.fromkeys([temperature, best]):
-            change = gain(answers["before", other], answers["after", temperature])
+            change = gain_text(answers["before", other], answers["after", temperature])
             lines.append(f"- after at {temperature} minus before at {other}: {change}")
     return "\n".join(lines) + f"\n\n{len(steps)} rollouts, {minutes(steps)} minutes.\n"
 
@@ -157,11 +126,11 @@ def compare(runs):
         cells = [folder, algorithm, settings["seed"]]
         asked = [answers.get(key) for key in (("before", 0.0), ("after", 0.0), ("after", 1.0))]
         for rows in asked:
-            cells.append(f"{told(rows)} of {len(rows)}" if rows else "-")
-        cells.append(gain(*asked[:2]) if all(asked[:2]) else "-")
+            cells.append(f"{accuracy_text(rows)} of {len(rows)}" if rows else "-")
+        cells.append(gain_text(*asked[:2]) if all(asked[:2]) else "-")
         lines.append(" | ".join(map(str, [*cells, len(steps), minutes(steps)])))
         if all(asked):
-            means.setdefault(algorithm, []).append([share(rows)[0] for rows in asked])
+            means.setdefault(algorithm, []).append([accuracy(rows)[0] for rows in asked])
     for algorithm, shares in means.items():
         cells = [f"{sum(column) / len(shares):.1%}" for column in zip(*shares)]
         lines.append(f"mean of {len(shares)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
@@ -185,7 +154,7 @@ def draw(runs, path, ylabel="right, by the last number (95%)"):
         shown[f"{name}, samples in training"] = line
         for (when, temperature), rows in answers.items():
             if temperature in TEMPERATURES["after"]:
-                y, low, high = share(rows)
+                y, low, high = accuracy(rows)
                 x, own = 0, "black"
                 if when == "after":
                     x = len(steps) + 0.8 + i / 4 + temperature * (len(runs) / 4 + 0.2)
@@ -196,7 +165,7 @@ def draw(runs, path, ylabel="right, by the last number (95%)"):
     for name, mark in ("held out, greedy", "s"), ("held out, sampled", "o"):
         line, = axis.plot([], [], mark, color="black")
         shown[name] = line
-    best = max(share(rows)[0] for (when, _), rows in answers.items() if when == "before")
+    best = max(accuracy(rows)[0] for (when, _), rows in answers.items() if when == "before")
     shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
     axis.set(xlabel="rollout", ylabel=ylabel, ylim=(0, 1))
     places = range(2, len(steps) + 1, 2)
@@ -212,7 +181,7 @@ def show(folders):
         sys.exit("sums.py: --show needs the folder of a run, or several")
     runs = {folder: load_run(folder) for folder in folders}
     finished = {folder: run for folder, run in runs.items()
-                if not any(missing(folder / f"{when}.jsonl") for when in TEMPERATURES)}
+                if not any(missing(folder, when) for when in TEMPERATURES)}
     folder = folders[0]
     if len(runs) > 1 or not finished:
         print(compare(runs))
@@ -220,7 +189,7 @@ def show(folders):
             draw(finished, folder.parent / "compared.png")
         return
     _, steps, answers = runs[folder]
-    best = max(TEMPERATURES["before"], key=lambda x: share(answers["before", x]))
+    best = max(TEMPERATURES["before"], key=lambda x: accuracy(answers["before", x]))
     text = table(answers, steps, best)
     (folder / "table.md").write_text(text, encoding="utf-8")
     draw(runs, folder / "sums.png")
@@ -251,7 +220,7 @@ def main(argv):
     folder = Path(cfg.output_dir)
     refuse_another(folder, cfg)
     questions, held_out = make_questions()
-    if missing(folder / "after.jsonl"):
+    if missing(folder, "after"):
         data = folder / "data"
         with train_math.blame(f"--model {cfg.model} --output_dir {folder}"):
             train_math.AutoTokenizer.from_pretrained(cfg.model)  # is there such a model?
@@ -260,8 +229,10 @@ def main(argv):
             write(data / "test.jsonl", held_out)
         own = [f"--dataset={data}", f"--output_dir={folder / 'training'}"]
         train_math.main(flags + own, reward=last_number_reward)
-    ask(folder / "before.jsonl", cfg.model, held_out, cfg)
-    ask(folder / "after.jsonl", folder / "training" / "model", held_out, cfg)
+    models = {"before": cfg.model, "after": folder / "training" / "model"}
+    for when, model in models.items():
+        path = folder / f"{when}.jsonl"
+        evaluate.ask(path, model, held_out, TEMPERATURES[when], cfg, judge)
     show([folder])
 
 
