@@ -1,15 +1,14 @@
-r"""The specification of gspo.py, and the grader of a student's.
+r"""The specification of gspo.py, and the tests of a student's version.
 
     python -m pytest test_gspo.py                                 test gspo.py, in seconds
-    GSPO=my_gspo.py python -m pytest -x test_gspo.py              the student's loop
-    GSPO=my_gspo.py python -m pytest -q --tb=no -rN test_gspo.py  the grade: a line a function
-    $env:GSPO="my_gspo.py"                                        so in PowerShell, on a line before
+    GSPO=my_gspo.py python -m pytest -x test_gspo.py              work on your own file
+    GSPO=my_gspo.py python -m pytest -q --tb=no -rN test_gspo.py  print its grade
+    $env:GSPO="my_gspo.py"                                        PowerShell: on a line before
 
 The maths is what the equations say, on ordinary input. The promises make a function fit for any
 input: half precision, NaN in the padding, responses without tokens, micro-batches, a ValueError for
-wrong shapes. All maths come first, function by function, so `-x` is a tutorial; a grade has both
-figures for each function. The first line of a failure says what to look at, then come the numbers.
-Tests look at behaviour, in float32's accuracy: any correct file passes.
+arguments that cannot be right. All tests of the maths come first, so `-x` is a tutorial. A failure
+first says what to look at. Only behaviour is tested, so that every correct file passes.
 
     arXiv v2         what it says                                     function
     Eq. 6            (reward - mean) / standard deviation, by group   group_advantages
@@ -19,54 +18,43 @@ Tests look at behaviour, in float32's accuracy: any correct file passes.
     Eq. 5, 10        GSPO and its gradient                            gspo_loss
     Eq. 13-14, 17    GSPO-token: an advantage for each token          gspo_token_loss
     Eq. 2, 12        GRPO: a ratio for each token                     grpo_loss
-    -                the share of tokens that the clip takes out      clip_fraction
+    -                the fraction of tokens that clipping removes     clip_fraction
 
-Test less with, say, -k "SequenceRatio or GspoLoss". A mistake counts once: with gspo.py beside this
-file, a test that fails is tried again with a right sequence_ratio and clipped_objective in place of
-a student's that have failed. The grader does not see through a file that is out to deceive it, say
-by patching pytest. Hand-outs, and the grades of a class: `python test_gspo.py --help`.
+To run fewer tests, add for example -k "SequenceRatio or GspoLoss". grading.py, which stands beside
+this file or in lesson/, ends endless loops and prints the grade; `python test_gspo.py --help` gives
+its rules. A function that fails is replaced by the right one for the losses that call it only if
+gspo.py is beside this file, so a student's own grade may be lower than the teacher's.
 """
-import ast
+import importlib.util
 import itertools
 import math
 import os
 import re
 import runpy
-import signal
 import sys
-import threading
 import traceback
 import types
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-ANSWERS = Path(__file__).resolve().with_name("gspo.py")
+FOLDER = Path(__file__).resolve().parent
+ANSWERS = FOLDER / "gspo.py"
 GRADING = "GSPO" in os.environ
 PATH = Path(os.environ.get("GSPO", ANSWERS))
-EXIT = os._exit
-ALARM = hasattr(signal, "setitimer")
-LOOP_SECONDS = 5                   # an alarm ends a test that takes longer: they take milliseconds
-SECONDS = 60                       # where no alarm is heard, a test that takes longer ends the run
+POINTS = {"maths": 90, "promises": 10}  # of each function
 
 
-# ---- the grader ----------------------------------------------------------------------------------
+# ---- the file under test -------------------------------------------------------------------------
 
 
 def fail(hint, *details):
     pytest.fail("\n  ".join([hint, *details]), pytrace=False)
 
 
-def functions_in(path):
-    """The functions of a file, where there is one: name -> syntax tree."""
-    tree = ast.parse(path.read_bytes() if path.is_file() else "")
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
 def load(path):
-    """The module in this file; where it does not load, the run ends with one line that says why."""
+    """The module in this file. If it does not load, the run ends with one line that says why."""
     if not path.is_file():
         pytest.exit(f"GSPO={path}: no such file", returncode=2)
     module = types.ModuleType("gspo_under_test")
@@ -78,6 +66,8 @@ def load(path):
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)]
         why = f"{''.join(lines[-1:])}{type(error).__name__}: {error}"
+        if isinstance(error, SyntaxError):
+            why += f" (in Python {sys.version_info.major}.{sys.version_info.minor})"
         pytest.exit(f"{path.name} does not load: {why}", returncode=2)
     return module
 
@@ -85,6 +75,7 @@ def load(path):
 class Written:
     """The functions under test. One that is missing, or still to be written, says so."""
     functions = {}
+    undo = {}  # the grader changes the results of a function to recognise a mistake
 
     def __getattr__(self, name):
         def call(*arguments, **keywords):
@@ -102,6 +93,9 @@ class Written:
                 fail(f"{name} {why}")
             if not isinstance(result, torch.Tensor):
                 fail(f"return a tensor, not a {type(result).__name__}", f"got {result!r}")
+            if name in self.undo:
+                n = keywords.get("denominator") or len(arguments[0])
+                result = self.undo[name](result, n)
             return result
         return call
 
@@ -109,176 +103,73 @@ class Written:
 gspo = Written()
 
 
-class Grade:
-    """The plugin of a graded run: ends endless loops, lends right functions, prints the grade."""
+def place(test):
+    """(function, kind) of a test's id, or None."""
+    found = re.search("::Test(Maths|Promises)Of([^:]*)", test)
+    if found:
+        return re.sub("(?<=[a-z])(?=[A-Z])", "_", found[2]).lower(), found[1].lower()
 
-    def __init__(self, session, right):
-        self.session = session
-        self.right = right         # gspo.py's names
-        self.tests = {}            # test -> (function, kind)
-        for item in session.items:
-            if place := re.search("::Test(Maths|Promises)Of([^:]*)", item.nodeid):
-                function = re.sub("(?<=[a-z])(?=[A-Z])", "_", place[2]).lower()
-                self.tests[item.nodeid] = (function, place[1].lower())
-        self.functions = list(dict.fromkeys(function for function, _ in self.tests.values()))
-        self.hints = {}            # test -> first line of its failure, "" if it passed
-        self.helped = set()        # functions that passed a test only with a right one lent to them
-        self.module = None
-        self.loop_seconds = LOOP_SECONDS
-        self.where = "outside of its functions"
 
-    @contextmanager
-    def limit(self):
-        """An alarm ends what takes too long; where none is heard, the whole run ends."""
-        self.timer = threading.Timer(SECONDS, self.give_up)
-        self.timer.daemon = True
-        self.timer.start()
-        if ALARM:
-            signal.signal(signal.SIGALRM, self.ring)
-            signal.setitimer(signal.ITIMER_REAL, self.loop_seconds)
-        try:
-            yield
-        finally:
-            self.disarm()
-
-    def disarm(self):
-        """Also where a debugger takes its time."""
-        self.timer.cancel()
-        if ALARM:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    pytest_enter_pdb = disarm
-
-    def ring(self, *_):
-        seconds = self.loop_seconds
-        self.loop_seconds = max(seconds / 3, 0.2)  # so that a hundred loops end, too
-        fail(f"an endless loop? It has not ended after {seconds:.1f} seconds")
-
-    def give_up(self):
-        """Runs in a thread of its own, as the file's does not come back."""
-        plugins = self.session.config.pluginmanager
-        plugins.getplugin("capturemanager").suspend_global_capture(in_=True)
-        print()
-        self.show(print)
-        end = f"has not ended after {SECONDS} seconds, an endless loop? ({self.where})"
-        print(f"{PATH.name} {end}", flush=True)
-        EXIT(2)
-
-    def lent_to(self, function):
-        """Right functions in place of those before this one that have failed a test."""
-        failed = {self.tests[test][0] for test, hint in self.hints.items() if hint}
-        before = failed.intersection(self.functions[:self.functions.index(function)])
-        lent = before.intersection({"sequence_ratio", "clipped_objective"}, self.right)
-        return {name: self.right[name] for name in sorted(lent)}
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_pyfunc_call(self, pyfuncitem):
-        """A test that fails is tried again, with right ones for what has failed before."""
-        if pyfuncitem.nodeid not in self.tests:
-            return (yield)
-        function, _ = self.tests[pyfuncitem.nodeid]
-        self.where = pyfuncitem.nodeid.partition("::")[2]
-        try:
-            with self.limit():
-                return (yield)
-        except (Exception, pytest.fail.Exception):
-            lent = self.lent_to(function)
-            if not lent:
-                raise
-            arguments = pyfuncitem._fixtureinfo.argnames
-            arguments = {name: pyfuncitem.funcargs[name] for name in arguments}
-            names = vars(self.module)
-            own = {name: names.get(name) for name in lent}
-            names.update(lent)     # for the file's own calls, not for the tests
-            try:
-                with self.limit():
-                    pyfuncitem.obj(**arguments)
-                self.helped.add(function)
-                return True
-            except (Exception, pytest.fail.Exception):
-                pass
-            finally:
-                names.update(own)
-            raise
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" and report.nodeid in self.tests:
-            hint = "" if report.passed else "skipped, which is not passed"
-            if report.failed:
-                hint = report.longrepr.reprcrash.message.partition("\n")[0]
-            self.hints[report.nodeid] = hint.removeprefix("Failed: ")
-
-    def note(self, function):
-        """What is to be known of this function's points, and what to look at first."""
-        hints = [self.hints.get(test) for test, (name, _) in self.tests.items() if name == function]
-        own = functions_in(PATH).get(function)
-        given = functions_in(ANSWERS).get(function)
-        notes = []
-        if None in hints:
-            notes.append(f"{hints.count(None)} not run")
-        if function in self.helped:
-            notes.append(f"tested with a right {' and '.join(self.lent_to(function))}")
-        if own and given and ast.unparse(own) == ast.unparse(given):
-            notes.append("word for word as in gspo.py")
-        return "; ".join(notes + list(filter(None, hints))[:1])
-
-    def show(self, write):
-        """Writes a line for each function, and the total: tests passed of each kind, and a note."""
-        for name in [*self.functions, "total"]:
-            line = f"{name:18}"
-            for kind in ("maths", "promises"):
-                hints = []
-                for test, (function, its_kind) in self.tests.items():
-                    if its_kind == kind and name in (function, "total"):
-                        hints.append(self.hints.get(test))
-                line += f"  {kind}{hints.count(''):4} of{len(hints):4}"
-            note = self.note(name) if name in self.functions else ""
-            write(f"{line}  {note}".rstrip())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # below pytest's own list of failures
-    def pytest_terminal_summary(self, terminalreporter):
-        yield
-        terminalreporter.section(f"grade of {PATH.name}: tests passed, and what to look at first")
-        self.show(terminalreporter.line)
-
-    def pytest_unconfigure(self):
-        """Leaves at once: a thread of the file's that does not end would keep the process alive."""
-        if not all(thread.daemon for thread in threading.enumerate()[1:]):
-            print(f"{PATH.name} leaves a thread running")
-        sys.stdout.flush()
-        EXIT(int(self.session.exitstatus))
+def grader():
+    """The module grading.py, or None."""
+    for path in (FOLDER / "grading.py", FOLDER / "lesson" / "grading.py"):
+        if path.is_file():
+            spec = importlib.util.spec_from_file_location("grading", path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
 
 
 @pytest.fixture(scope="session", autouse=True)
 def under_test(request):
-    """Loads the file under test, and grades it where one is given."""
-    if not GRADING:
-        gspo.functions = vars(load(PATH))
-        return
+    """Loads the file under test, and grades it if GSPO names one."""
+    grading = grader() if GRADING else None
     right = vars(load(ANSWERS)) if ANSWERS.is_file() else {}
-    grade = Grade(request.session, right)
-    sys.modules["gspo"] = None     # from here on, import gspo is an error
-    os._exit = sys.exit            # and leaving with exit code 0 is no success
+    if GRADING:
+        sys.modules["gspo"] = None  # from here on, import gspo is an error
+        os._exit = sys.exit        # and leaving with exit code 0 is no success
+    if grading is None:
+        gspo.functions = dict(vars(load(PATH)))
+        return
+    grade = grading.Grader(request.session, PATH, place, POINTS)
     with grade.limit():
-        grade.module = load(PATH)
-    gspo.functions = dict(vars(grade.module))
+        module = load(PATH)
+    grade.reset_torch()
+    grade.lender = grading.Lender(module, gspo, right)
+    gspo.functions = dict(vars(module))
     request.config.pluginmanager.register(grade)
 
 
 # ---- how a test speaks ---------------------------------------------------------------------------
 
 
-def check(got, expected, hint, tolerance=1e-5):
-    """Each element is within tolerance * (1 + |expected|) of the expected, or the test fails."""
+def check(got, expected, hint, tolerance=1e-5, mistakes=()):
+    """Each element is within tolerance * (1 + |expected|) of the expected, or the test fails.
+
+    mistakes: pairs of a wrong result and what to say of it. A dimension of size 1 too many or too
+    few costs points in one promise, and not here."""
     if got.dtype not in (torch.float32, torch.float64):
         fail("compute in float32: bfloat16 cannot even hold 1 + 3e-4", f"got {got.dtype}")
     got = got.detach().double()
     expected = torch.as_tensor(expected, dtype=torch.float64)
     numbers = [f"got      {got.tolist()}", f"expected {expected.tolist()}"]
-    if got.shape != expected.shape:
+    sizes = [[n for n in x.shape if n != 1] for x in (got, expected)]
+    if sizes[0] != sizes[1]:
         fail(f"a result of shape {tuple(expected.shape)}, not {tuple(got.shape)}", *numbers)
-    if not bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all()):
-        fail(hint, *numbers)
+    got = got.reshape(expected.shape)
+
+    def is_close_to(value):
+        value = torch.as_tensor(value, dtype=torch.float64)
+        return bool(((got - value).abs() <= tolerance * (1 + value.abs())).all())
+
+    if not is_close_to(expected):
+        known = [look_at for value, look_at in mistakes if is_close_to(value)]
+        fail([*known, hint][0], *numbers)
+
+
+def check_shape(got, shape):
+    if got.shape != shape:
+        fail(f"the shape of the result must be {shape}, but it is {tuple(got.shape)}")
 
 
 def check_refused(hint, function, *arguments, names=()):
@@ -312,21 +203,16 @@ def check_refuses_bad_masks(function, mask):
     """function(mask) refuses masks that mark tokens by another value than 1."""
     for other in (-math.inf, -1e9, 2.0):
         bad = torch.zeros(mask.shape).masked_fill(~mask, other)
-        hint = f"a mask of 0 and {other:g}, where 0 may mark the tokens (an additive mask)"
-        check_refused(hint, function, bad)
+        check_refused(f"a mask of 0 and {other:g} (is it an additive mask?)", function, bad)
 
 
 def check_refuses_bad_clip_ranges(function):
     """function(eps_low, eps_high) refuses what cannot be two distances from 1."""
-    for low, high in (0.9997, 1.0004), (0.9, 0.5), (0.0, 0.5), (-0.2, 0.5), (1.5, 0.5), (0.2, 0.0):
-        hint = f"eps_low {low}, eps_high {high}: they are distances from 1, not bounds"
-        check_refused(f"{hint} (0.9 <= eps_low < 1 is refused, too)", function, low, high)
-    for low, high in (0.8, 0.5), (1, 1e9):
-        try:
-            function(low, high)
-        except ValueError as error:
-            fail(f"eps_low {low}, eps_high {high:g} must be allowed: 1 and 1e9 switch the clip off",
-                 f"got      ValueError: {error}")
+    for eps in (0.9997, 1.0004), (0.9, 0.5), (0.0, 0.5), (-0.2, 0.5), (1.5, 0.5), (0.2, 0.0):
+        hint = "eps_low and eps_high of {} and {} (these are distances from 1, not bounds)"
+        check_refused(hint.format(*eps), function, *eps)
+    function(0.8, 0.5)
+    function(1, 1e9)  # no clip
 
 
 def check_no_gradient_of_old(function, new, old, *arguments):
@@ -429,7 +315,12 @@ class TestMathsOfGroupAdvantages:
         standard deviation .2."""
         got = gspo.group_advantages(torch.tensor([0.8, 0.4, 0.6]), 3, std_eps=0.0)
         hint = "Eq. 6: (reward - mean) / standard deviation, the sample one, with n - 1"
-        check(got, [1, -1, 0], hint)
+        check(got, [1, -1, 0], hint, mistakes=[
+            ([1.5 ** 0.5, -(1.5 ** 0.5), 0], "the standard deviation is the sample one (n - 1)"),
+            ([0.2, -0.2, 0], "divide by the group's standard deviation"),
+            ([5, -5, 0], "divide by the standard deviation, not by the variance"),
+            ([4, 2, 3], "subtract the group's mean before you divide"),
+            ([-1, 1, 0], "the sign: a reward above the mean gives an advantage above 0")])
 
     @pytest.mark.parametrize("group_size", [2, 3, 8])
     def test_looks_at_each_group_on_its_own(self, group_size):
@@ -460,13 +351,21 @@ class TestMathsOfTokenLogProbs:
         """Of the weights 1 2 5, the second has probability 2/8; of 4 2 2, the first has 4/8."""
         got = gspo.token_log_probs(self.LOGITS, self.TOKENS)
         hint = "log softmax over V, at the token; logits[:, t] predict tokens[:, t]: no shift here"
-        check(got.exp(), [[2 / 8, 4 / 8]], hint)
+        check(got.exp(), [[2 / 8, 4 / 8]], hint, mistakes=[
+            ([[math.exp(2 / 8), math.exp(4 / 8)]], "this is the probability: take its log"),
+            ([[2, 4]], "this is the logit: log_softmax over V is missing"),
+            ([[8 / 2, 8 / 4]], "the sign: the log of a probability is not above 0")])
 
     def test_divides_the_logits_by_the_temperature(self):
         """At temperature 1/2 the weights are squared: 1 4 25 of 30, 16 4 4 of 24."""
         got = gspo.token_log_probs(self.LOGITS, self.TOKENS, 0.5)
         hint = "softmax of logits / temperature: the policy is what sampled"
-        check(got.exp(), [[4 / 30, 16 / 24]], hint)
+        roots = [math.sqrt(weight) for weight in (1, 2, 5, 4, 2, 2)]
+        multiplied = [[roots[1] / sum(roots[:3]), roots[3] / sum(roots[3:])]]
+        check(got.exp(), [[4 / 30, 16 / 24]], hint, mistakes=[
+            (multiplied, "divide the logits by the temperature: do not multiply them"),
+            ([[4 / 64, 16 / 64]], "divide the logits before the softmax, not the log-probs after"),
+            ([[2 / 8, 4 / 8]], "the temperature has no effect: the policy is what sampled")])
 
     @pytest.mark.parametrize("temperature, expected", [
         (1.0, [[-1 / 8, 6 / 8, -5 / 8], [4 / 8, -2 / 8, -2 / 8]]),
@@ -480,12 +379,19 @@ class TestMathsOfTokenLogProbs:
 
 
 class TestMathsOfSequenceRatio:
-    def test_of_a_doubled_probability_is_the_root_of_2(self):
-        """Four tokens, one twice as likely: so is the response, and s = 2^(1/4) = 1.189, not 2."""
-        new = torch.tensor([[1.0, 1.0, 1.0, 2.0]]).log()
+    def test_is_the_geometric_mean_of_the_token_ratios(self):
+        """Of 1/2, 1, 4 and 8: the product is 16, so s = 16^(1/4) = 2."""
+        new = torch.tensor([[1 / 2, 1.0, 4.0, 8.0]]).log()
         got = gspo.sequence_ratio(new, torch.zeros(1, 4), torch.ones(1, 4))
-        hint = "Eq. 7: the power 1/|y|, a geometric mean (not the product 2, nor the mean 1.25)"
-        check(got, [2 ** 0.25], hint)
+        hint = "Eq. 7: the geometric mean of the token ratios 1/2, 1, 4 and 8 is 16^(1/4) = 2"
+        lost = "one token does not count: the mask is already aligned with the log-probs"
+        check(got, [2], hint, mistakes=[
+            (16, "this is the product of the token ratios: the power 1/|y| is missing"),
+            (3.375, "this is the arithmetic mean of the token ratios: take the geometric mean"),
+            (1 / 2, "the ratio is upside down: it is the current policy over the old one"),
+            (math.log(2), "this is log s: exp is missing"),
+            (math.log(16), "this is the sum of the log-ratios: divide it by |y|, then take exp"),
+            *((product ** (1 / n), lost) for product in (2, 32) for n in (3, 4))])
 
     @pytest.mark.parametrize("i", ALL)
     def test_of_one_response(self, i):
@@ -518,7 +424,9 @@ class TestMathsOfClippedObjective:
     def test_is_the_smaller_of_clipped_and_unclipped(self, ratio, advantage, value, _, look_at):
         got = gspo.clipped_objective(torch.tensor([ratio]), torch.tensor([advantage]), *RANGE)
         formula = "min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)"
-        check(got, [value], f"{formula}, r = {ratio}, A = {advantage:g}: {look_at}")
+        about = f"r = {ratio}, A = {advantage:g}"
+        check(got, [value], f"{formula}, {about}: {look_at}", mistakes=[
+            ([-value], f"the sign: {formula} is to be maximised; only the loss is negative")])
 
     @pytest.mark.parametrize("ratio, advantage, _, slope, look_at", CLIPPED)
     def test_slopes_where_the_min_takes_the_unclipped(self, ratio, advantage, _, slope, look_at):
@@ -537,15 +445,27 @@ class TestMathsOfClippedObjective:
 class Loss:
     """What the tests need to know of a loss; the classes below say it of each."""
     token_advantages = True        # takes (B, T), too
+    sign_hint = "the sign: the loss is minus the objective"
+    sum_hint = "this is the sum over responses: take the mean"
 
     def loss(self, *arguments, **keywords):
         return getattr(gspo, self.name)(*arguments, **keywords)
 
+    def value(self, log_probs, old, advantages, mask, **keywords):
+        return self.loss(log_probs, old, advantages, mask, *RANGE, **keywords)
+
     def value_and_gradient(self, log_probs, *arguments, **keywords):
         """The loss and its gradient with respect to log_probs, in RANGE."""
         log_probs = log_probs.detach().clone().requires_grad_()
-        value = self.loss(log_probs, *arguments, *RANGE, **keywords)
+        value = self.value(log_probs, *arguments, **keywords)
         return value, gradient_of(value, log_probs)
+
+
+class GrpoValues:
+    """Means over tokens: (1.5 + .5) / 2, (-.8 - 1 - 2 - .8) / 4, (-12 - 2.4 - 12) / 3 and
+    (.25 + 3) / 2. Each token's gradient is -w A / |y|, or 0 where the clip holds for it."""
+    objectives = [1, -1.15, -8.8, 1.625]
+    gradients = [[0, -0.25], [0, 0.25, 0.5, 0], [4, 0, 4], [-0.125, 0]]
 
 
 class Gspo(Loss):
@@ -557,6 +477,8 @@ class Gspo(Loss):
     default_range = (3e-4, 4e-4)
     objectives = [1.5, -0.8, -6, 1]
     gradients = [[0, 0], [0, 0, 0, 0], [2, 2, 2], [-0.5, -0.5]]
+    other = GrpoValues
+    other_hint = "this is GRPO's value: in GSPO, all tokens share the response's ratio s"
     value_hint = "Eq. 5, minus min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)"
     gradient_hint = "gradient: Eq. 10, each token weighs s A / |y|, or nothing where the clip holds"
 
@@ -570,14 +492,12 @@ class GspoToken(Gspo):
                      "twice that where s_i is not detached, 0 where the upper pi of Eq. 14 is")
 
 
-class Grpo(Loss):
-    """Means over tokens: (1.5 + .5) / 2, (-.8 - 1 - 2 - .8) / 4, (-12 - 2.4 - 12) / 3 and
-    (.25 + 3) / 2. Each token's gradient is -w A / |y|, or 0 where the clip holds for it."""
+class Grpo(GrpoValues, Loss):
     name = "grpo_loss"
     one_ratio = False
     default_range = (0.2, 0.27)
-    objectives = [1, -1.15, -8.8, 1.625]
-    gradients = [[0, -0.25], [0, 0.25, 0.5, 0], [4, 0, 4], [-0.125, 0]]
+    other = Gspo
+    other_hint = "this is GSPO's value: in GRPO, each token has its own ratio w_t"
     value_hint = "Eq. 2, minus the tokens' mean of min(w_t A, clip(w_t) A), w_t its own ratio"
     gradient_hint = "gradient: Eq. 12, token t weighs its w_t A / |y|, or 0 where the clip holds"
 
@@ -585,8 +505,10 @@ class Grpo(Loss):
 class LossMaths:
     @pytest.mark.parametrize("i", ALL)
     def test_of_one_response(self, i):
-        value, _ = self.value_and_gradient(*example([i]))
-        check(value, -self.objectives[i], f"{self.value_hint} ({about(i)})")
+        value = self.value(*example([i]))
+        check(value, -self.objectives[i], f"{self.value_hint} ({about(i)})", mistakes=[
+            (self.objectives[i], self.sign_hint),
+            (-self.other.objectives[i], f"{self.other_hint} ({about(i)})")])
 
     @pytest.mark.parametrize("i", ALL)
     def test_of_one_response_has_the_papers_gradient(self, i):
@@ -597,22 +519,28 @@ class LossMaths:
         """Every ratio is 1: -(1 - 1 - 3 + 2) / 4 = 1/4."""
         _, old, advantages, mask = example()
         value, gradient = self.value_and_gradient(old, old, advantages, mask)
-        check(value, 1 / 4, "ratios of 1: minus the mean over responses of the advantages")
+        check(value, 1 / 4, "ratios of 1: minus the mean over responses of the advantages",
+              mistakes=[(1, self.sum_hint), (-1 / 4, self.sign_hint)])
         expected = [[-1/8, -1/8, 0, 0], [1/16] * 4, [1/4, 1/4, 1/4, 0], [-1/4, -1/4, 0, 0]]
         check(gradient, expected, "ratios of 1: REINFORCE's gradient, -A / |y| / B on each token")
 
     @LAYOUTS
     def test_of_four_responses_is_their_mean(self, columns, padding, hint):
-        value, _ = self.value_and_gradient(*example(ALL, columns, padding))
-        check(value, -sum(self.objectives) / 4, f"the mean over responses, not their sum; {hint}")
+        value = self.value(*example(ALL, columns, padding))
+        by_token = sum(len(RATIOS[i]) * self.objectives[i] for i in ALL)
+        each = "; each is the mean over its own tokens"
+        check(value, -sum(self.objectives) / 4, f"the mean over responses; {hint}", mistakes=[
+            (-sum(self.objectives), self.sum_hint),
+            (-by_token / 11, f"this is the mean over all tokens, not responses{each}"),
+            (-by_token / 4, f"this is a sum over each response's tokens{each}")])
 
     @pytest.mark.parametrize("seed", range(4))
     def test_of_a_random_batch(self, seed):
         one_advantage = seed < 2 or not self.token_advantages
         batch = random_batch(seed, self.one_ratio, one_advantage)
-        value, gradient = self.value_and_gradient(*batch.arguments)
         about = f"12 responses, advantages {tuple(batch.arguments[2].shape)}"
-        check(value, batch.value, f"{self.value_hint} ({about})")
+        check(self.value(*batch.arguments), batch.value, f"{self.value_hint} ({about})")
+        _, gradient = self.value_and_gradient(*batch.arguments)
         check(gradient, batch.gradient, f"{self.gradient_hint} ({about})")
 
     def test_has_its_own_clip_range_by_default(self):
@@ -652,7 +580,10 @@ class TestMathsOfClipFraction:
         _, _, advantages, mask = example()
         got = gspo.clip_fraction(torch.tensor(SEQUENCE_RATIOS), advantages, mask, *RANGE)
         hint = "clipped tokens / all; s > 1 + eps_high counts if A > 0, s < 1 - eps_low if A < 0"
-        check(got, 6 / 11, hint)
+        check(got, 6 / 11, hint, mistakes=[
+            (1 / 2, "this is the fraction of responses: count their tokens"),
+            (1, "beyond the range on the other side, the min keeps the gradient: look at A's sign"),
+            (5 / 11, "these are the tokens on the other side: look at A's sign")])
 
     def test_of_the_example_with_token_ratios(self):
         """Clipped: 8; 1/8 and 1/4; 1/2; 2. These are 5 of 11 tokens."""
@@ -707,6 +638,9 @@ class TestPromisesOfGroupAdvantages:
                 hint = "equal rewards give exactly 0: a rounded mean over a tiny deviation is noise"
                 fail(hint, f"got {got.tolist()}")
 
+    def test_returns_one_advantage_for_each_response(self):
+        check_shape(gspo.group_advantages(torch.rand(8), 4), (8,))
+
     def test_refuses_a_group_size_below_2_or_one_that_does_not_divide(self):
         for size in (-2, 0, 1, 3, 16):
             check_refused(f"8 rewards by {size}", gspo.group_advantages, torch.rand(8), size)
@@ -724,6 +658,9 @@ class TestPromisesOfTokenLogProbs:
         got = gspo.token_log_probs(logits, torch.tensor([[0, 7]]))
         total = math.log(300 + math.exp(-2))
         check(got, [[-total, -2 - total]], "bfloat16 logits: to float32 before the softmax")
+
+    def test_returns_one_log_prob_for_each_token(self):
+        check_shape(gspo.token_log_probs(torch.rand(2, 5, 9), torch.ones(2, 5).long()), (2, 5))
 
     def test_survives_large_and_infinite_logits(self):
         logits = torch.tensor([[[200.0, 0.0, -math.inf]] * 2 + [[-200.0, -200.0, -math.inf]]])
@@ -760,6 +697,10 @@ class TestPromisesOfSequenceRatio:
     def test_computes_in_float32_at_least(self):
         got = gspo.sequence_ratio(bfloat16(NEW), bfloat16(OLD), torch.ones(1, 3))
         check(got, [math.exp(NEW - OLD)], "bfloat16 log-probs: to float32 before the difference")
+
+    def test_returns_one_ratio_for_each_response(self):
+        new, old, _, mask = example()
+        check_shape(gspo.sequence_ratio(new, old, mask), (4,))
 
     def test_does_not_overflow_on_5000_tokens(self):
         """Each token e times as likely: the product is e^5000, s is e."""
@@ -826,6 +767,9 @@ class LossPromises:
         value = self.loss(bfloat16(NEW), bfloat16(OLD), advantages, torch.ones(1, 3), *RANGE)
         check(value, math.exp(NEW - OLD), "bfloat16 in: to float32 before the first difference")
 
+    def test_returns_one_number(self):
+        check_shape(self.loss(*example()), ())
+
     def test_leaves_its_arguments_as_they_were(self):
         arguments = example(padding=7.0)
         before = example(padding=7.0)
@@ -874,6 +818,10 @@ class TestPromisesOfClipFraction:
         got = gspo.clip_fraction((new - old).exp(), advantages, mask, *RANGE)
         check(got, 5 / 11, "padding (NaN here) never counts")
 
+    def test_returns_one_number(self):
+        _, _, advantages, mask = example()
+        check_shape(gspo.clip_fraction(torch.ones(4), advantages, mask, *RANGE), ())
+
     def test_of_no_tokens_is_zero(self):
         new, old, advantages, mask = example()
         got = gspo.clip_fraction((new - old).exp(), advantages, mask & False, *RANGE)
@@ -887,49 +835,12 @@ class TestPromisesOfClipFraction:
                 check_refused(hint, gspo.clip_fraction, *tensors, *RANGE, names=wrong)
 
     def test_refuses_a_mask_that_is_not_0_and_1(self):
-        _, _, a, mask = example()
-        ratio = torch.tensor(SEQUENCE_RATIOS)
+        ratio, _, a, mask = example()
         check_refuses_bad_masks(lambda bad: gspo.clip_fraction(ratio, a, bad, *RANGE), mask)
 
     def test_refuses_a_clip_range_that_is_not_two_distances_from_1(self):
-        _, _, a, mask = example()
-        ratio = torch.tensor(SEQUENCE_RATIOS)
+        ratio, _, a, mask = example()
         check_refuses_bad_clip_ranges(lambda *eps: gspo.clip_fraction(ratio, a, mask, *eps))
-
-
-# ==== gspo.py alone: what is not asked of a student ===============================================
-
-
-@pytest.mark.skipif(GRADING, reason="not asked of a student")
-class TestChecks:
-    @pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32])
-    def test_read_no_value_of_a_mask_that_is_not_on_the_cpu(self, kind):
-        """Tensors on the meta device have no values; reading one raises an error. On a GPU,
-        reading one would make the CPU wait."""
-        log_probs = torch.zeros(4, 5, device="meta", requires_grad=True)
-        advantages = torch.zeros(4, device="meta")
-        mask = torch.ones(4, 5, dtype=kind, device="meta")
-        for loss in gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss:
-            loss(log_probs, log_probs, advantages, mask, denominator=4).backward()
-        ratio = gspo.sequence_ratio(log_probs, log_probs, mask)
-        gspo.clip_fraction(ratio, advantages, mask, *RANGE)
-
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    def test_take_an_additive_mask_on_a_gpu_for_padding(self):
-        new, old, _, mask = (x.cuda() for x in example())
-        ratio = gspo.sequence_ratio(new, old, torch.zeros(4, 4).cuda().masked_fill(~mask, -1e9))
-        check(ratio.cpu(), [1, 1, 1, 1], "a value other than 1 is padding, so there is no token")
-
-    def test_name_what_they_found_and_what_to_do(self):
-        new, old, advantages, mask = example()
-        for message, *arguments in (
-            (r"holds -1000000000.0; .*pass mask == 0", -1e9 * (~mask), *RANGE),
-            (r"instead of 0.9997 pass 0.0003, or 1 for", mask, 0.9997, 1.0004),
-            (r"eps_low 1.5 must be .* at most 1, and eps_high -1 ", mask, 1.5, -1),
-            (r"denominator must be above 0, but it is -2", mask, *RANGE, -2),
-        ):
-            with pytest.raises(ValueError, match=message):
-                gspo.gspo_loss(new, old, advantages, *arguments)
 
 
 if __name__ == "__main__":         # hand-outs, and the grades of a class

@@ -883,7 +883,7 @@ def exits_with(what):
     try:
         yield
     except Exception as error:  # libraries raise many kinds
-        reason = error.__cause__ or error
+        reason = error if isinstance(error, RewardError) else error.__cause__ or error
         sys.exit(f"train_math.py: {what}: {reason!r:.400}")
 
 

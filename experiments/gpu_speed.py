@@ -2,7 +2,7 @@
 
     python -m experiments.gpu_speed --model FOLDER_OR_HUB_ID --dataset GSM8K [--variants ...]
 
-Each variant trains for three steps with the default settings, on the same questions. The first step
+Each variant trains for a few steps with the default settings, on the same questions. The first step
 is a warm-up. Each step is printed, and appended to gpu_speed.jsonl, as a line of JSON with the
 seconds and the peak memory of the rollout and of the rest of the step. The variant `trl` is TRL's
 GRPOTrainer in GSPO mode (it needs `pip install trl`): one line per rollout with its four updates.
@@ -16,7 +16,6 @@ import torch
 
 import train_math
 
-STEPS = 3
 VARIANTS = {  # (what replaces the rollout, settings)
     "default": (None, {}),
     "float32 sampler": (train_math.static_rollout, {}),
@@ -28,7 +27,7 @@ VARIANTS = {  # (what replaces the rollout, settings)
 def our_steps(args, rollout, changes):
     """The metrics of the steps, with gib_rollout and gib_update: the peaks of allocated memory."""
     flags = ["--model", args.model, "--dataset", args.dataset, "--output_dir", "-"]
-    flags += ["--max_steps", str(STEPS), "--eval_size", "0"]
+    flags += ["--max_steps", str(args.steps), "--eval_size", "0"]
     for name, value in changes.items():
         flags += [f"--{name}", str(value)]
     cfg = train_math.parse_settings(flags)
@@ -88,7 +87,7 @@ def trl_steps(args):
         output_dir="runs/trl", importance_sampling_level="sequence", loss_type="grpo",
         epsilon=3e-4, epsilon_high=4e-4, beta=0.0, num_generations=8,
         per_device_train_batch_size=16, gradient_accumulation_steps=4, steps_per_generation=16,
-        max_completion_length=512, temperature=1.0, learning_rate=1e-6, max_steps=4 * STEPS,
+        max_completion_length=512, temperature=1.0, learning_rate=1e-6, max_steps=4 * args.steps,
         report_to=[], save_strategy="no", logging_steps=4, disable_tqdm=True)
     trainer = GRPOTrainer(model=args.model, args=config, reward_funcs=reward,
                           train_dataset=Dataset.from_list(rows), callbacks=[Clock()])
@@ -109,6 +108,7 @@ def main(argv=None):
     parser.add_argument("--model", required=True)
     parser.add_argument("--dataset", default="openai/gsm8k")
     parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, "trl"], default=[*VARIANTS])
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output", default="gpu_speed.jsonl")
     args = parser.parse_args(argv)
     device = torch.cuda.get_device_name()

@@ -1,0 +1,353 @@
+"""The grader of a homework: a pytest plugin, which the tests of a homework load.
+
+A grader ends endless loops, resets what a file changes in torch, and prints the grade: a line for
+each part of the homework, with the number of tests passed and what to look at first.
+
+All parts of a homework count alike. A part has the points of its kinds of tests: 90 for the maths
+and 10 for the promises, for example. A kind earns all of its points if all of its tests pass, and
+otherwise at most a third of them, in proportion to the tests that pass. So a file whose maths is
+right stands above a file with a mistake in its maths. The grade is the mean over the parts.
+
+The class grader (lesson/teach.py) reads the results from the file that GRADE_LOG names. If a test
+ends the process, it starts the tests again. This grader then takes the results from that file, and
+runs no more tests of the part that ended the process.
+"""
+import json
+import os
+import signal
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+EXIT = os._exit
+CPU_SECONDS = 5       # a test takes milliseconds; one that takes more CPU time than this is ended
+SECONDS = 60          # a test that has not ended by then (it waits, say) ends the whole run
+LOOPS = 2             # after this many endless loops in a part, its other tests are not run
+HAS_ALARM = hasattr(signal, "SIGPROF")
+MOST_OF_A_WRONG_KIND = 1 / 3
+TORCH_STATE = {  # what a file may change for the whole process: how to read it, how to set it
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic mode": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+}
+
+
+def fail(hint):
+    pytest.fail(hint, pytrace=False)
+
+
+SLIPS = {  # mistakes that several losses may share: how to undo one; n is the denominator
+    "the sign is wrong": lambda result, n: -result,
+    "the sum over responses is not divided": lambda result, n: result / n,
+}
+
+
+class Repair:
+    """One way to try a failed test of a loss again: names to lend, and a slip to undo, or None."""
+
+    def __init__(self, lender, part, lent, slip=None):
+        self.lender = lender
+        self.part = part
+        self.lent = lent
+        self.slip = slip
+        notes = []
+        if lent:
+            notes.append(f"tested with a right {' and '.join(lent)}")
+        if slip:
+            notes.append(f"{slip}, as in {lender.first_with.get(slip)}, where it costs points")
+        self.note = "; ".join(notes)
+
+    @contextmanager
+    def applied(self):
+        names = vars(self.lender.module)
+        own = {name: names.get(name) for name in self.lent}
+        names.update(self.lent)    # for the file's own calls, not for the tests
+        if self.slip:
+            self.lender.under_test.undo = {self.part: SLIPS[self.slip]}
+        try:
+            yield
+        finally:
+            names.update(own)
+            self.lender.under_test.undo = {}
+
+    def counts(self):
+        """Whether a test that passes so has passed. The first loss with a slip pays for it."""
+        if self.slip is None:
+            return True
+        return self.lender.first_with.setdefault(self.slip, self.part) != self.part
+
+
+class Lender:
+    """Keeps a mistake that has cost points in one function from costing points in the losses, too.
+
+    module: the file under test. under_test: the tests' proxy of it. right: the right functions."""
+
+    LENT = ("sequence_ratio", "clipped_objective")
+    LOSSES = ("gspo_loss", "gspo_token_loss", "grpo_loss")
+
+    def __init__(self, module, under_test, right):
+        self.module = module
+        self.under_test = under_test
+        self.right = right
+        self.first_with = {}       # slip -> the loss that has it first
+
+    def repairs(self, part, failed, dead):
+        """What to try, in this order."""
+        if part not in self.LOSSES:
+            return []
+        wrong = (failed | dead.keys()) & self.right.keys()
+        lent = {name: self.right[name] for name in self.LENT if name in wrong}
+        repairs = [Repair(self, part, lent)] if lent else []
+        return repairs + [Repair(self, part, lent, slip) for slip in SLIPS]
+
+
+class Grader:
+    """The plugin of one graded run.
+
+    path: the file under test. place: a function from a test's id to its (part, kind), or None.
+    weights: {kind: points}. lender: a Lender, or None."""
+
+    def __init__(self, session, path, place, weights, lender=None):
+        self.session = session
+        self.path = path
+        self.weights = weights
+        self.lender = lender
+        self.tests = {}            # test -> (part, kind)
+        for item in session.items:
+            found = place(item.nodeid)
+            if found:
+                self.tests[item.nodeid] = found
+        self.parts = list(dict.fromkeys(part for part, _ in self.tests.values()))
+        self.hints = {}            # test -> the first line of its failure, "" if it passed
+        self.dead = {}             # part -> why no more of its tests are run
+        self.loops = {}            # part -> endless loops so far
+        self.said = {}             # part -> what was repaired for it
+        self.changed = []          # names of TORCH_STATE
+        self.now = None            # the test that runs
+        self.torch_state = {name: read() for name, (read, _) in TORCH_STATE.items()}
+        self.log_path = os.environ.get("GRADE_LOG")
+        self.read_log()
+
+    # ---- results that outlive the process --------------------------------------------------------
+
+    def log(self, **entry):
+        if self.log_path:
+            with open(self.log_path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def read_log(self):
+        """The results of a process that ended too early."""
+        if not self.log_path or not Path(self.log_path).exists():
+            return
+        for line in Path(self.log_path).read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if "hint" in entry:
+                self.hints[entry["test"]] = entry["hint"]
+            elif "dead" in entry:
+                self.dead[self.tests[entry["dead"]][0]] = entry["why"]
+            elif "said" in entry:
+                self.said[entry["part"]] = entry["said"]
+            elif "changed" in entry:
+                self.changed.append(entry["changed"])
+
+    # ---- limits ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def limit(self):
+        """Ends a block that takes too long. The limit is CPU time: a slow machine does not matter.
+
+        The second limit is for a block that waits, and for systems without the signal. It is a
+        minute by the clock, and ends the whole run."""
+        timer = threading.Timer(SECONDS, self.give_up)
+        timer.daemon = True
+        timer.start()
+        self.timer = timer
+        if HAS_ALARM:
+            signal.signal(signal.SIGPROF, self.ring)
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        try:
+            yield
+        finally:
+            self.disarm()
+
+    def disarm(self):
+        self.timer.cancel()
+        if HAS_ALARM:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    pytest_enter_pdb = disarm      # a debugger takes its time
+
+    def ring(self, *_):
+        part = self.tests[self.now][0] if self.now else None
+        hint = f"an endless loop? It was ended after {CPU_SECONDS} seconds of CPU time"
+        self.loops[part] = self.loops.get(part, 0) + 1
+        if part and self.loops[part] >= LOOPS:
+            self.dead[part] = hint
+        fail(hint)
+
+    def give_up(self):
+        """Runs in a thread of its own, because the thread of the tests does not come back."""
+        plugins = self.session.config.pluginmanager
+        plugins.getplugin("capturemanager").suspend_global_capture(in_=True)
+        where = (self.now or "while it was loaded").partition("::")[2] or "while it was loaded"
+        why = f"has not ended after {SECONDS} seconds: an endless loop, or does it wait?"
+        if self.now:
+            self.hints[self.now] = why
+            self.log(dead=self.now, why=why)
+        print()
+        self.show(print)
+        print(f"{self.path.name} {why} ({where})", flush=True)
+        EXIT(2)
+
+    # ---- tests -----------------------------------------------------------------------------------
+
+    def reset_torch(self):
+        """Sets torch's global state back, and remembers what the file has changed."""
+        for name, (read, write) in TORCH_STATE.items():
+            if read() != self.torch_state[name]:
+                write(self.torch_state[name])
+                if name not in self.changed:
+                    self.changed.append(name)
+                    self.log(changed=name)
+
+    def attempt(self, call):
+        """Runs a test once. Returns what it raised, or None."""
+        self.reset_torch()
+        try:
+            with self.limit():
+                call()
+        except (Exception, pytest.fail.Exception) as error:
+            return error
+        finally:
+            self.reset_torch()
+        return None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        """Runs a test, in place of pytest's own call, which runs after it for all other tests.
+
+        If it fails, it is tried again with the lender's repairs."""
+        test = pyfuncitem.nodeid
+        if test not in self.tests:
+            return None
+        part, _ = self.tests[test]
+        known = self.hints.get(test) or self.dead.get(part)
+        if known:
+            fail(known)
+        if test in self.hints:
+            return True
+        self.now = test
+        self.log(start=test)
+        names = pyfuncitem._fixtureinfo.argnames
+        arguments = {name: pyfuncitem.funcargs[name] for name in names}
+
+        def call():
+            pyfuncitem.obj(**arguments)
+
+        repairs = self.lender.repairs(part, self.failed(), self.dead) if self.lender else []
+        error = None
+        if not (repairs and repairs[0].lent.keys() & self.dead.keys()):  # these do not end
+            error = self.attempt(call)
+            if error is None:
+                return True
+        for repair in repairs:
+            with repair.applied():
+                again = self.attempt(call)
+            if again is None and repair.counts():
+                self.said[part] = repair.note
+                self.log(part=part, said=repair.note)
+                return True
+            error = error or again
+        raise error
+
+    def failed(self):
+        """The parts with a test that has failed so far."""
+        return {self.tests[test][0] for test, hint in self.hints.items() if hint}
+
+    def pytest_runtest_logreport(self, report):
+        if report.nodeid not in self.tests or report.when == "teardown":
+            return
+        if report.when == "setup" and report.passed:
+            return
+        hint = "" if report.passed else "skipped, which is not passed"
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            hint = (crash.message if crash else str(report.longrepr)).partition("\n")[0]
+        self.hints[report.nodeid] = hint.removeprefix("Failed: ")
+        self.log(test=report.nodeid, hint=self.hints[report.nodeid])
+
+    # ---- the grade -------------------------------------------------------------------------------
+
+    def counts(self, part=None):
+        """{kind: (tests passed, tests)} of this part, or of all."""
+        found = {}
+        for kind in self.weights:
+            hints = []
+            for test, (its_part, its_kind) in self.tests.items():
+                if its_kind == kind and part in (None, its_part):
+                    hints.append(self.hints.get(test))
+            found[kind] = (hints.count(""), len(hints))
+        return found
+
+    def grade(self):
+        """The grade in percent, by the rule above."""
+        points = 0
+        for part in self.parts:
+            for kind, (passed, of) in self.counts(part).items():
+                share = passed / of
+                if passed < of:
+                    share *= MOST_OF_A_WRONG_KIND
+                points += self.weights[kind] * share
+        return 100 * points / sum(self.weights.values()) / len(self.parts)
+
+    def note(self, part):
+        """What is to be known of this part's points, and what to look at first."""
+        hints = [self.hints.get(test) for test, (name, _) in self.tests.items() if name == part]
+        notes = []
+        if None in hints and part not in self.dead:
+            notes.append(f"{hints.count(None)} not run")
+        if part in self.said:
+            notes.append(self.said[part])
+        notes += list(filter(None, [*hints, self.dead.get(part)]))[:1]
+        return "; ".join(notes)
+
+    def show(self, write):
+        """Writes a line for each part, the total and the grade."""
+        for part in [*self.parts, None]:
+            line = f"{part or 'total':18}"
+            for kind, (passed, of) in self.counts(part).items():
+                line += f"  {kind}{passed:4} of{of:4}"
+            note = self.note(part) if part else f"grade {self.grade():.1f}%"
+            write(f"{line}  {note}".rstrip())
+        for name in self.changed:
+            write(f"{self.path.name} changes torch's {name}, which was set back before each test")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # below pytest's own list of failures
+    def pytest_terminal_summary(self, terminalreporter):
+        yield
+        title = f"grade of {self.path.name}: tests passed, and what to look at first"
+        terminalreporter.section(title)
+        self.show(terminalreporter.line)
+        if self.tests.keys() <= self.hints.keys():
+            parts = {part: [self.counts(part), self.note(part)] for part in self.parts}
+            self.log(grade=self.grade(), parts=parts, total=self.counts(), state=self.changed)
+
+    def pytest_unconfigure(self):
+        """Leaves at once: a thread of the file's that does not end would keep the process alive."""
+        if not all(thread.daemon for thread in threading.enumerate()[1:]):
+            print(f"{self.path.name} leaves a thread running")
+            self.log(thread=True)
+        status = int(self.session.exitstatus)
+        if status == 0 and any(self.hints.get(test) != "" for test in self.tests):
+            status = 1             # a test that was skipped, or not run, has not passed
+        sys.stdout.flush()
+        EXIT(status)

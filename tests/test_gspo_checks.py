@@ -1,0 +1,44 @@
+"""What gspo.py's checks cost and say. That they refuse is tested in test_gspo.py."""
+import pytest
+import torch
+
+import gspo
+from test_gspo import RANGE, example
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32])
+def test_no_value_of_a_mask_is_read_that_is_not_on_the_cpu(kind):
+    """Tensors on the meta device have no values, so reading one raises an error. On a GPU, reading
+    one would make the CPU wait."""
+    log_probs = torch.zeros(4, 5, device="meta", requires_grad=True)
+    advantages = torch.zeros(4, device="meta")
+    mask = torch.ones(4, 5, dtype=kind, device="meta")
+    for loss in gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss:
+        loss(log_probs, log_probs, advantages, mask, denominator=4).backward()
+    ratio = gspo.sequence_ratio(log_probs, log_probs, mask)
+    gspo.clip_fraction(ratio, advantages, mask, *RANGE)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_additive_mask_on_a_gpu_is_padding():
+    new, old, _, mask = (x.cuda() for x in example())
+    additive = torch.zeros(4, 4).cuda().masked_fill(~mask, -1e9)
+    assert gspo.sequence_ratio(new, old, additive).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("message, change", [
+    ("holds -1000000000.0; .*pass mask == 0", {"mask": -1e9}),
+    ("instead of 0.9997 pass 0.0003, or 1 for", {"eps_low": 0.9997, "eps_high": 1.0004}),
+    ("eps_low 1.5 must be .* at most 1, and eps_high -1 ", {"eps_low": 1.5, "eps_high": -1}),
+    ("denominator must be above 0, but it is -2", {"denominator": -2}),
+])
+def test_a_message_names_what_was_found_and_what_to_do(message, change):
+    new, old, advantages, mask = example()
+    if "mask" in change:
+        change = {"mask": change["mask"] * ~mask}
+    with pytest.raises(ValueError, match=message):
+        gspo.gspo_loss(new, old, advantages, **{"mask": mask} | change)
+
+
+def test_the_file_tells_its_version():
+    assert gspo.__version__.count(".") == 2
