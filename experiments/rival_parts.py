@@ -1,5 +1,5 @@
-"""What rivals.py passes into train_math.train: the tasks, and losses, advantages, a critic, Routing
-Replay, an inference engine. Each piece stands alone, and tests/test_rivals.py says what it must do.
+"""The tasks of rivals.py, and what its variants replace in train_math.py: losses, advantages, a
+critic, Routing Replay, an inference engine. tests/test_rivals.py says what each of them must do.
 """
 import copy
 import itertools

@@ -44,7 +44,7 @@ def run(name, flags, world, seed):
         tiny.main(["--world", str(world), "--seed", str(seed), "--output_dir", str(output), *flags])
         model, tokenizer = train_math.load(output / "model", "cpu")
         rows = read(output / "metrics.jsonl")
-        rows[-1]["sampled"] = tiny.right(model, tokenizer, tiny.questions()[1], 1.0)
+        rows[-1]["sampled"] = tiny.accuracy(model, tokenizer, tiny.questions()[1], 1.0)
         rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
         for row in rows:
             row.pop("eval_samples", None)

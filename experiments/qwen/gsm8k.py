@@ -1,17 +1,22 @@
-"""Real weights on the real GSM8K's short questions, on a CPU: a cold start, GSPO, and controls.
+"""Qwen2.5-0.5B or SmolLM2 on GSM8K's short questions, on a CPU: warm-up, GSPO, and controls.
 
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID        # Qwen: hours
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2
     python -m experiments.qwen.gsm8k --show experiments/results/gsm8k         # the table again
 
---gsm8k holds train.jsonl and test.jsonl; of their questions those of one or two steps and under 220
-characters are kept. Parts, which --parts picks, and of which none is done twice (RL goes on where
-it was stopped): cold: supervised batches, for Qwen on own right answers with '#### number' put
-after them, for SmolLM2 on the dataset's solutions; gspo, grpo: RL from there, on the same questions
-in the same order; sft: --sft_steps supervised batches more, to tell RL from mere training on;
-evaluate: each model, and `base`, the one that was downloaded, on all held-out questions, greedy and
-sampled. All is written to --output_dir; at the end come table.md, answers.md and the picture, from
-what is there; --results copies them, with the logs.
+FOLDER holds train.jsonl and test.jsonl. Only questions of one or two steps and of fewer
+than 220 characters are used. --parts selects what is done. Nothing is done twice, and a run of RL
+that was interrupted continues:
+
+    cold      supervised training: for Qwen on correct answers of its own, with '#### number' after
+              them, for SmolLM2 on the solutions of the dataset
+    gspo, grpo    RL from there, on the same questions in the same order
+    sft       --sft_steps more supervised batches, to distinguish RL from further training
+    evaluate  every model, and `base`, the downloaded one, answers all held-out questions, greedily
+              and sampled
+
+Everything is written to --output_dir. At the end, table.md, answers.md and the picture are made
+from what is there. --results copies them to another folder, with the logs.
 """
 import argparse
 import random

@@ -1,4 +1,4 @@
-"""A small Qwen gets better at sums: real weights, on any CPU.
+"""Qwen2.5-0.5B learns sums by GSPO, on any CPU.
 
     python -m experiments.qwen.sums                         Qwen2.5-0.5B-Instruct, from the hub
     python -m experiments.qwen.sums --seed 1 --output_dir runs/sums_1
@@ -6,13 +6,16 @@
     python -m experiments.qwen.sums --show FOLDER           a run's table and picture, from its logs
     python -m experiments.qwen.sums --show FOLDER FOLDER    several runs in one table and picture
 
-Word problems of one line, answered in one line; a response earns 1 if its last number is right.
-The loop is train_math.main(). After it, the untrained model and the trained one answer 256
-questions, with numbers that no training question multiplies: greedily, and sampled at temperature
-1, as in training. Training also makes a model surer of what it says, and so does a lower
-temperature, for nothing: the untrained model is asked at two temperatures between, too, and is
-compared at its best. The same command goes on where it stopped, and does nothing twice. A run
-with other settings needs another folder; before.jsonl, the untrained model's answers, may be
+The questions are products in words, to be answered in one line. The reward is 1 if the last number
+of a response is correct. The training loop is train_math.main(). Afterwards, the pre-trained
+model and the trained one answer 256 held-out questions, whose products are in no training question:
+greedily, and sampled at temperature 1, as in training.
+
+Training also makes a model more confident, and so does a lower temperature, at no cost. Therefore
+the pre-trained model is also asked at two temperatures in between, and is compared at its best one.
+
+If the command is interrupted, run it again to continue; nothing is done twice. A run with other
+settings needs another folder. before.jsonl, with the answers of the pre-trained model, can be
 copied there if --model, --instruction and --max_completion_length are the same.
 """
 import random

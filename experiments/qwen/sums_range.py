@@ -3,9 +3,10 @@
     python -m experiments.qwen.sums_range --model MODEL
     python -m experiments.qwen.sums_range --show experiments/results/sums/range
 
-One run of sums.py an arm, on a seed that it does not report. They are judged on 256 of its training
-questions, taken out: the 256 that it reports are neither trained on nor asked. An arm's log is
-written when it is done, its weights are not; the same command goes on with the next arm.
+Each arm is one run of sums.py, with a seed whose results are not reported. The arms are judged on
+256 training questions of sums.py, which are taken out of the training here. The 256 held-out
+questions that sums.py reports are neither trained on nor asked. The log of an arm is written when
+it has finished; its weights are not kept. An interrupted command continues with the next arm.
 """
 import argparse
 import sys
