@@ -54,9 +54,9 @@ def cold_folder(task, cold):
 
 
 def cold_start(task, cold):
-    """Make the folder of a cold start, unless it is there.
+    """Makes the pre-trained model of this task and seed, unless its folder exists.
 
-    Returns its accuracy by temperature, 0 being greedy."""
+    Returns {temperature: its accuracy}, where "0.0" is greedy decoding."""
     folder = cold_folder(task, cold)
     if task == "world":
         return json.loads((folder.parent / "start.json").read_text())
@@ -76,8 +76,8 @@ def cold_start(task, cold):
 
 
 def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
-    """Share of right answers to 256 questions (small world: 175): "held out", which RL never sees,
-    or others, to choose ranges by."""
+    """The accuracy on 256 questions (small world: 175). name: "held out", which RL never sees, or
+    "probe", by which clip ranges are chosen."""
     torch.manual_seed(cold)
     questions = TASKS[task].questions(name, 256)
     cfg = settings_of(task)
@@ -89,8 +89,7 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
 
 
 def one_rollout(cold):
-    """What ratios.py asks for: the responses of one rollout on the long task, after four optimizer
-    steps."""
+    """For ratios.py: (seed, responses of one rollout on the long task after its updates)."""
     cold_start("long", cold)
     cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=0.003, eps_high=0.004)
     model, tokenizer = train_math.load(cold_folder("long", cold), "cpu")
@@ -99,7 +98,7 @@ def one_rollout(cold):
 
 
 def pieces_of(spec, model, tokenizer):
-    """What train() is given in place of its own parts: {name: function}."""
+    """{name: function} that replaces a function of train_math.py, for this variant."""
     pieces = {"reward": parts.task_reward}
 
     def take(part, *names):
@@ -162,7 +161,7 @@ def clip_range(spec):
 
 
 def train(spec, model, tokenizer, seed):
-    """Train one arm. Returns its rows of metrics, and its RoutingReplay if it has one."""
+    """Trains one variant. Returns its rows of metrics, and its RoutingReplay if it has one."""
     names = "algorithm", "epochs", "minibatches", "learning_rate", "max_steps"
     own = {name: spec[name] for name in names if name in spec}
     low, high = clip_range(spec)
@@ -175,7 +174,7 @@ def train(spec, model, tokenizer, seed):
 
 
 def run(spec, cold, seed):
-    """Train one arm from a cold start, or after another arm; the line of runs.jsonl."""
+    """Trains one variant from a cold start, or after another variant. Returns a row of the log."""
     torch.set_num_threads(1)
     task = spec["task"]
     start = cold_start(task, cold)
@@ -186,7 +185,7 @@ def run(spec, cold, seed):
             train(spec["first"], model, tokenizer, seed)
             row["start"] = accuracy(model, tokenizer, task, cold)
         steps, replay = train(spec, model, tokenizer, seed + 50 * ("first" in spec))
-    except FloatingPointError as problem:  # it diverged: no answer is right
+    except FloatingPointError as problem:  # it diverged, which counts as an accuracy of 0
         return {**row, "accuracy": 0.0, "probe": 0.0, "greedy": 0.0, "problem": str(problem)}
     row["accuracy"] = accuracy(model, tokenizer, task, cold)
     row["probe"] = accuracy(model, tokenizer, task, cold, "probe")
@@ -208,7 +207,7 @@ def four_digits(x):
 
 
 def missing(arms, colds, seeds, path):
-    """What run() is still to be given, each once."""
+    """The arguments of the calls of run() that are not in the logs yet."""
     there = [(row["arm"], row["cold"], row["seed"]) for row in read(path)]
     wanted = []
     for k, cold, spec in itertools.product(range(seeds), range(colds), arms):
@@ -224,8 +223,8 @@ def call(job):
 
 
 def run_all(arms, colds, seeds, jobs, path):
-    """Cold starts and runs that are not there yet, on `jobs` processes. Returns the rows of these
-    arms, from all seeds that every one of them has."""
+    """Makes the pre-trained models and the runs that are missing, in `jobs` processes. Returns the
+    rows of these arms, from all seeds that every one of them has."""
     wanted = missing(arms, colds, seeds, path)
     if wanted:
         starts = sorted({(spec["task"], cold) for spec, cold, _ in wanted})
@@ -247,10 +246,10 @@ def run_all(arms, colds, seeds, jobs, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", choices=["exact", "ratios", *EXPERIMENTS, "all"])
-    parser.add_argument("--colds", type=int, default=3, help="cold starts")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds, from each cold start")
+    parser.add_argument("--colds", type=int, default=3, help="pre-trained models")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds for each of them")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
-                        help="processes, a core each")
+                        help="processes; each uses one core")
     parser.add_argument("--results", type=Path, default=RESULTS,
                         help="folder; runs that it holds are not run again")
     parser.add_argument("--model", help="for ratios: hub id or folder of real weights")
@@ -280,4 +279,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nstopped: the same command goes on, and only the runs that were on are lost")
+        sys.exit("\nstopped: run the same command again to continue; unfinished runs start anew")
