@@ -3,8 +3,8 @@
     python -m lesson.find_the_bug          the exercise: bugs/a.jsonl to g.jsonl, bugs/bugs.png
     python -m lesson.find_the_bug --all    all twelve bugs: results/bugs.md
 
-A run takes about half a minute on an idle core. Runs are kept in runs/bugs/ and not repeated. Do not
-read on before you have solved find_the_bug.md, because the bugs follow here.
+A run takes about half a minute on an idle core. Runs are kept in runs/bugs/ and not repeated. Do
+not read on before you have solved find_the_bug.md, because the bugs follow here.
 """
 import argparse
 import contextlib
@@ -63,8 +63,7 @@ def over_the_batch(rewards, group_size):
 
 
 def others_advantages(prompts, responses, advantages, cfg):
-    """The advantages are in the order first responses, second responses, ...; the responses are not.
-    """
+    """The advantages are in another order than the responses: first responses, second ones, ..."""
     transposed = advantages.view(-1, cfg.group_size).T.flatten()
     return train_math.build_minibatches(prompts, responses, transposed, cfg)
 
