@@ -162,7 +162,7 @@ class Ours:
         self.began = seconds()
         row = train_math.train_step(
             self.model, self.job.tokenizer, self.optimizer, questions, self.step, self.cfg,
-            self.reward, response_log_probs=self.response_log_probs)
+            reward=self.reward, response_log_probs=self.response_log_probs)
         self.length = row["response_length"]
 
 
@@ -259,7 +259,8 @@ def frozen_rollout(model, job):
     """Two prompts and a group of responses to each: (our micro-batch, TRL's inputs), with random
     advantages."""
     questions = [{"question": q} for q in job.questions[:2]]
-    prompts = train_math.encode_prompts(job.tokenizer, questions, "")
+    cfg = train_math.Settings(instruction="")
+    prompts = train_math.encode_prompts(job.tokenizer, questions, cfg)
     torch.manual_seed(0)
     ends = torch.tensor([END], device=job.device)
     advantages = torch.randn(2 * GROUP).to(job.device)
