@@ -1,7 +1,7 @@
 """Our step against TRL's GRPOTrainer in GSPO mode: time and memory, on one CPU core.
 
     python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0  # TRL's own
-    OMP_NUM_THREADS=1 .venv-trl/bin/python experiments/bench_vs_trl.py       # 20 minutes, Linux
+    OMP_NUM_THREADS=1 .venv-trl/bin/python -m experiments.bench_vs_trl       # 20 minutes, Linux
 
 A Qwen3 of two layers, hidden size 64, random weights, float32, fused AdamW, groups of 8, 4
 minibatches of one micro-batch; with 512 words and 16 prompts a step, and with 151,936 words and 4
@@ -25,30 +25,30 @@ import json
 import math
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+if __name__ == "__main__":  # before the libraries read these variables
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
+import train_math
+from common.logs import read
+from gspo import gspo_loss
+
 try:
     import trl
     from trl import GRPOConfig, GRPOTrainer
-except ImportError:
-    sys.exit("bench_vs_trl.py needs trl==1.16.0, in a venv of its own: the head of this file says "
-             "how")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.plot import read  # noqa: E402
-from gspo import gspo_loss  # noqa: E402
+except ImportError:  # the table needs no TRL
+    trl = None
 
+RESULTS = Path(__file__).with_name("results") / "bench_vs_trl"
 PROMPTS = {512: 16, 151936: 4}
 GROUP, MINIBATCHES, END = 8, 4, 1
 WORKLOADS = {  # tuned: TRL's micro-batches
@@ -255,10 +255,9 @@ def padded(rows, left, value, device):
     return torch.tensor(whole, device=device)
 
 
-def same_maths(side, job):
-    """Largest difference between our loss and gradient and TRL's, on a frozen rollout, after the
-    policy moved."""
-    model = side.trainer.model
+def frozen_rollout(model, job):
+    """Two prompts and a group of responses to each: (our micro-batch, TRL's inputs), with random
+    advantages."""
     questions = [{"question": q} for q in job.questions[:2]]
     prompts = train_math.encode_prompts(job.tokenizer, questions, "")
     torch.manual_seed(0)
@@ -272,29 +271,48 @@ def same_maths(side, job):
     for name, rows, left in (("prompt", asked, True), ("completion", responses, False)):
         inputs[f"{name}_ids"] = padded(rows, left, 0, job.device)
         inputs[f"{name}_mask"] = padded([[1] * len(row) for row in rows], left, 0, job.device)
+    return batch, inputs
+
+
+@torch.no_grad()
+def old_log_probs(trainer, batch, inputs):
+    """(ours, TRL's) before the policy moves."""
     ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1)
                  for x in ("ids", "mask"))
+    length = inputs["completion_ids"].shape[1]
+    theirs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)
+    return train_math.response_log_probs(trainer.model, batch, 1.0), theirs
+
+
+def flat_gradient(loss, weights):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
+
+
+def same_maths(side, job):
+    """AssertionError if our loss or gradient differs from TRL's on a frozen rollout, after a random
+    step of the policy."""
+    trainer = side.trainer
+    model = trainer.model
+    batch, inputs = frozen_rollout(model, job)
+    old, their_old = old_log_probs(trainer, batch, inputs)
+    kept = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
-        old, _, _ = side.trainer._get_per_token_logps_and_entropies(
-            model, ids, mask, max(map(len, responses)))
-        old_log_probs = train_math.response_log_probs(model, batch, 1.0)
-        kept = [p.clone() for p in model.parameters()]
-        for p in model.parameters():  # the policy moves, and the ratios leave 1
+        for p in model.parameters():  # so that the ratios leave 1
             p.add_(torch.randn_like(p) * 2e-4 * p.requires_grad)
-    side.trainer.current_gradient_accumulation_steps = 1
+    trainer.current_gradient_accumulation_steps = 1
     log_probs = train_math.response_log_probs(model, batch, 1.0)
-    losses = [gspo_loss(log_probs, old_log_probs, advantages, batch.mask),
-              side.trainer._compute_loss(model, inputs | {"old_per_token_logps": old})]
+    our_loss = gspo_loss(log_probs, old, inputs["advantages"], batch.mask)
+    their_loss = trainer._compute_loss(model, inputs | {"old_per_token_logps": their_old})
     weights = [p for p in model.parameters() if p.requires_grad]
-    ours, theirs = (torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
-                    for loss in losses)
+    ours = flat_gradient(our_loss, weights)
+    theirs = flat_gradient(their_loss, weights)
     with torch.no_grad():
         for p, before in zip(model.parameters(), kept):
             p.copy_(before)
     apart = (ours - theirs).norm() / ours.norm()
-    print(f"one frozen rollout: loss {losses[0]:.6f}, TRL's {losses[1]:.6f}; gradients of norm "
+    print(f"one frozen rollout: loss {our_loss:.6f}, TRL's {their_loss:.6f}; gradients of norm "
           f"{ours.norm():.4f} differ by {apart:.1e} of it")
-    assert abs(losses[0] - losses[1]) < 1e-6 and apart < 1e-4, "not the same maths"
+    assert abs(our_loss - their_loss) < 1e-6 and apart < 1e-4, "not the same maths"
 
 
 def race(vocabulary, name, rounds, device, log):
@@ -362,9 +380,10 @@ def main():
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=6, help="the first is dropped")
     parser.add_argument("--device", default="cpu", help="cpu, cuda")
-    parser.add_argument("--output_dir", type=Path,
-                        default=Path(__file__).parent / "results" / "bench_vs_trl")
+    parser.add_argument("--output_dir", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if trl is None:
+        parser.error("trl==1.16.0 is needed, in a venv of its own: the head of this file says how")
     if args.rounds < 2:
         parser.error("--rounds must be at least 2, as the first is dropped")
     torch.set_num_threads(1)

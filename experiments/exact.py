@@ -1,6 +1,6 @@
 """What does each ratio correct? Exact arithmetic instead of training.
 
-    python experiments/rivals.py exact      # half a minute on one core
+    python -m experiments.rivals exact      # half a minute on one core
 
 A policy small enough to enumerate: 16 contexts x 8 tokens, position t of a response has context
 t mod 16. Token 0 is a slip; a response is right (reward 1) if nothing in it slips, which has
@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.plot import write
+from common.logs import write
 
 CONTEXTS = 16
 TOKENS = 8

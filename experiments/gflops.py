@@ -1,6 +1,6 @@
 """GFLOP/s of one core, by its own time, in products of the shapes of Qwen2.5-0.5B.
 
-    python experiments/gflops.py float32     or bfloat16; medium: float32, by oneDNN, not MKL
+    python -m experiments.gflops float32     or bfloat16; medium: float32, by oneDNN, not MKL
 """
 import sys
 import time

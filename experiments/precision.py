@@ -1,6 +1,6 @@
 """How much of log s is rounding? Five settings of precision, on real weights.
 
-    OMP_NUM_THREADS=1 python experiments/precision.py --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]
+    OMP_NUM_THREADS=1 python -m experiments.precision --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]
 
 takes an hour on one core. The model is SmolLM2-135M-Instruct, FOLDER holds GSM8K's train.jsonl. 16
 responses of 512 tokens to its first four questions are sampled once, in float32; their first 32 and
@@ -26,7 +26,6 @@ import copy
 import itertools
 import json
 import statistics
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -35,12 +34,12 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.gsm8k import INSTRUCTION  # noqa: E402
-from experiments.rival_parts import minibatches_with_rows  # noqa: E402
-from gspo import group_advantages, gspo_loss  # noqa: E402
+import train_math
+from experiments.qwen.gsm8k import INSTRUCTION
+from experiments.rival_parts import minibatches_with_rows
+from gspo import group_advantages, gspo_loss
 
+RESULTS = Path(__file__).with_name("results") / "precision"
 LENGTHS = 32, 128, 512
 PROMPTS, GROUP, LOW, HIGH = 4, 4, 3e-4, 4e-4
 STARTS = "off the grid", "as published"
@@ -264,59 +263,80 @@ def draw(found, path):
     figure.savefig(path, dpi=120)
 
 
-def main():
+def arguments():
+    """(the parsed command line, all settings by name)"""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gsm8k", type=Path, required=True, help="the folder with train.jsonl")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct",
                         help="hub id or folder")
     parser.add_argument("--settings", nargs="+", help="some of them, by name")
     parser.add_argument("--device", default="cpu", help="cpu, cuda")
-    parser.add_argument("--output_dir", type=Path,
-                        default=Path(__file__).parent / "results" / "precision")
+    parser.add_argument("--output_dir", type=Path, default=RESULTS)
     args = parser.parse_args()
     known = settings(args.device)
     unknown = set(args.settings or []) - set(known)
     if unknown:
         parser.error(f"--settings: {', '.join(unknown)} is none of {', '.join(known)}")
+    return args, known
+
+
+def minibatches_of(prompts, responses, advantages, cfg):
+    """build(n, micro_batch_tokens): minibatches of the responses' first n tokens, in micro-batches
+    of 3 rows if micro_batch_tokens is None."""
+    asked = [p for p in prompts for _ in range(GROUP)]
+
+    def build(n, micro_batch_tokens):
+        cut = [response[:n] for response in responses]
+        tokens = micro_batch_tokens or 3 * max(map(len, prompts)) + 3 * n
+        own = replace(cfg, micro_batch_tokens=tokens)
+        return minibatches_with_rows(asked, cut, advantages, own)
+
+    return build
+
+
+def logged(folder, device="cpu"):
+    """{setting: what was measured in it}, of those settings that have a log."""
+    paths = {name: folder / file_name(name) for name in settings(device)}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def report(folder, device):
+    """table.md and the picture, from the logs that are there."""
+    found = logged(folder, device)
+    if "float32" in found:
+        (folder / "table.md").write_text(table(found))
+        draw(found, folder.parent / "precision.png")
+        print(table(found))
+
+
+def main():
+    args, known = arguments()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     cfg = train_math.Settings(device=args.device, minibatches=4, group_size=GROUP,
                               micro_batch_tokens=4096, dataset=str(args.gsm8k / "train.jsonl"))
     questions = train_math.load_questions(cfg)[0][:PROMPTS]
     model, tokenizer = train_math.load(args.model, args.device)
     prompts = train_math.encode_prompts(tokenizer, questions, INSTRUCTION)
-    asked = [p for p in prompts for _ in range(GROUP)]
     torch.manual_seed(0)
-    advantages = group_advantages(torch.rand(len(asked)), GROUP)
+    advantages = group_advantages(torch.rand(PROMPTS * GROUP), GROUP)
     starts = {STARTS[0]: off_the_grid(model),
               STARTS[1]: [p.detach().clone() for p in model.parameters()]}
     print("sampling in float32")
     responses, _ = rollout(model, prompts, max(LENGTHS))
-
-    def build(n, micro_batch_tokens):
-        """micro_batch_tokens: None for micro-batches of 3 rows."""
-        cut = [response[:n] for response in responses]
-        tokens = micro_batch_tokens or 3 * max(map(len, prompts)) + 3 * n
-        return minibatches_with_rows(asked, cut, advantages,
-                                     replace(cfg, micro_batch_tokens=tokens))
+    build = minibatches_of(prompts, responses, advantages, cfg)
 
     print("one step in float32, for each length and start")
     moved = {}
-    for start in tqdm(STARTS):
-        for n in LENGTHS:
-            minibatch = build(n, cfg.micro_batch_tokens)[0]
-            moved[start, n] = float32_step(model, starts[start], minibatch, cfg)
+    for start, n in tqdm(list(itertools.product(STARTS, LENGTHS))):
+        minibatch = build(n, cfg.micro_batch_tokens)[0]
+        moved[start, n] = float32_step(model, starts[start], minibatch, cfg)
     for name in tqdm(args.settings or known):
         dtype, setting = known[name]
         with setting():
             found = measure(copy.deepcopy(model).to(dtype), prompts, responses, starts, moved,
                             build, cfg)
         (args.output_dir / file_name(name)).write_text(json.dumps(found))
-    paths = {name: args.output_dir / file_name(name) for name in known}
-    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
-    if "float32" in found:
-        (args.output_dir / "table.md").write_text(table(found))
-        draw(found, args.output_dir.parent / "precision.png")
-        print(table(found))
+    report(args.output_dir, args.device)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Token ratios and sequence ratios, side by side: how far they spread, and what each clip range
 takes out.
 
-    python experiments/rivals.py ratios                                           # the tiny model
-    python experiments/rivals.py ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   # and real weights
+    python -m experiments.rivals ratios                                           # the tiny model
+    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   # and real weights
 
 One rollout and its optimizer steps by train_math.train, one for each of four minibatches in which a
 group's rewards differ; then the ratios between the policy that sampled and the policy after, of all
@@ -21,8 +21,8 @@ import torch
 from matplotlib.figure import Figure
 
 import train_math
-from experiments.gsm8k import INSTRUCTION
-from experiments.plot import read, write
+from common.logs import read, write
+from experiments.qwen.gsm8k import INSTRUCTION
 from gspo import clip_fraction, sequence_ratio
 
 LENGTHS = 8, 32, 128, 512
@@ -190,7 +190,8 @@ def mean_by_length(name, rows):
 
 
 def table(rows):
-    """Markdown: a model and a length a line, with each run's value."""
+    """Markdown: a model and a length a line, with each run's value. Histograms are passed over."""
+    rows = [row for row in rows if "length" in row]
     lines = [
         f"| model | tokens | {' | '.join(COLUMNS.values())} |",
         "|---" * (2 + len(COLUMNS)) + "|",
@@ -222,7 +223,7 @@ def main(results, tiny_runs, model=None, gsm8k=None):
     write(path, rows)
     by_length = [row for row in rows if "length" in row]
     histograms = [row for row in rows if "length" not in row]
-    text = table(by_length)
+    text = table(rows)
     (results / "ratios.md").write_text(text, encoding="utf-8")
     draw(by_length, histograms, results / "ratios.png")
     print(text)

@@ -11,8 +11,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import train_math
-from experiments.cold_start import supervise
-from experiments.tiny_model import tiny_settings
+from common.tiny_model import tiny_settings
+from common.warm_up import supervise
 from gspo import _log_ratio, _loss, _token_mean, group_advantages, grpo_loss, sequence_ratio
 from lesson import tiny
 from train_math import build_minibatches, correctness_reward, response_log_probs, rollout

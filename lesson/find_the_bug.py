@@ -1,7 +1,7 @@
 """Logs of silent bugs: the small world's loop with one mistake each, eight rollouts, no error.
 
-    python lesson/find_the_bug.py          the exercise: bugs/a.jsonl to g.jsonl, bugs/bugs.png
-    python lesson/find_the_bug.py --all    all twelve bugs: results/bugs.md
+    python -m lesson.find_the_bug          the exercise: bugs/a.jsonl to g.jsonl, bugs/bugs.png
+    python -m lesson.find_the_bug --all    all twelve bugs: results/bugs.md
 
 About half a minute a run on an idle core; runs are kept in runs/bugs/, and not made twice. Do not
 read on before find_the_bug.md is solved: here are the bugs.
@@ -11,22 +11,17 @@ import contextlib
 import json
 import math
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.plot import read  # noqa: E402
-from gspo import clipped_objective, group_advantages, gspo_loss  # noqa: E402
-from lesson import tiny  # noqa: E402
+import train_math
+from common.logs import read
+from gspo import clipped_objective, group_advantages, gspo_loss
+from lesson import tiny
 
 FOLDER = Path(__file__).with_name("bugs")
 TABLE = Path(__file__).with_name("results") / "bugs.md"
@@ -38,7 +33,7 @@ SETTINGS = ("algorithm", "seed", "group_size", "prompts_per_step", "minibatches"
             "learning_rate", "max_steps", "max_completion_length")
 PANELS = {"reward": "linear", "response_length": "linear", "equal_reward_groups": "linear",
           "loss": "log", "grad_norm": "log", "clip_fraction": "linear", "log_ratio_std": "log"}
-CAPTION = """`python lesson/find_the_bug.py --all`: world 0, seed 0, eight rollouts.
+CAPTION = """`python -m lesson.find_the_bug --all`: world 0, seed 0, eight rollouts.
 Means over the rollouts, of the loss's size, and eval_reward at the end.
 Bold: less than half of the value without a bug, or more than twice.
 
@@ -168,8 +163,8 @@ def shown(row):
 
 def draw(logs, path):
     """A line of panels for each log, {letter: rows}, with a column's panels on one scale."""
-    figure, axes = plt.subplots(len(logs), len(PANELS), figsize=(15, 11), sharex=True, sharey="col",
-                                layout="constrained")
+    figure = Figure((15, 11), layout="constrained")
+    axes = figure.subplots(len(logs), len(PANELS), sharex=True, sharey="col")
     for line, (letter, rows) in zip(axes, logs.items()):
         for axis, (name, scale) in zip(line, PANELS.items()):
             values = [math.nan if row[name] is None else abs(row[name]) for row in rows[1:]]
@@ -182,7 +177,6 @@ def draw(logs, path):
         axis.set_title(f"size of the {name}" if name == "loss" else name)
     figure.supxlabel("rollout (squares: eval_reward, on held-out questions)")
     figure.savefig(path, dpi=70)
-    plt.close(figure)
 
 
 def averages(rows):

@@ -1,9 +1,9 @@
 """A small world in which the clip can be seen to matter: any CPU, no network, about a minute.
 
-    python lesson/tiny.py                                                  GSPO
-    python lesson/tiny.py --algorithm grpo --output_dir runs/grpo          GRPO
-    python lesson/tiny.py --eps_low 0.99 --eps_high 1e9 --output_dir runs/no_clip
-    python lesson/tiny.py --world 5 [any flag of train_math.py]            made in two minutes
+    python -m lesson.tiny                                                  GSPO
+    python -m lesson.tiny --algorithm grpo --output_dir runs/grpo          GRPO
+    python -m lesson.tiny --eps_low 0.99 --eps_high 1e9 --output_dir runs/no_clip
+    python -m lesson.tiny --world 5 [any flag of train_math.py]            made in two minutes
 
 Word problems of one line about Fibonacci's rabbits, and a Qwen3 of 100,000 parameters that could
 count them: it learned to write one sum a month, and after that, from a teacher who is careless and
@@ -13,18 +13,17 @@ import argparse
 import json
 import os
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_math  # noqa: E402
-from experiments.cold_start import supervise  # noqa: E402
-from experiments.plot import draw, read  # noqa: E402
-from experiments.tiny_model import tiny_model, tiny_tokenizer  # noqa: E402
+import train_math
+from common.logs import read
+from common.plot import draw
+from common.tiny_model import tiny_model, tiny_tokenizer
+from common.warm_up import supervise
 
 FLAGS = """--output_dir runs/tiny --device cpu --prompts_per_step 16 --group_size 16
     --minibatches 8 --epochs 4 --learning_rate 3e-4 --max_steps 16 --save_steps 4
@@ -64,7 +63,7 @@ def questions():
     return rows[175:], rows[:175]
 
 
-def cold_start(model, tokenizer, seed):
+def warm_up(model, tokenizer, seed):
     """The skill, until 19 of 20 samples are right, and then the habit."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -104,7 +103,7 @@ def make_world(folder, seed):
     """model/, questions/train.jsonl, questions/test.jsonl, and start.json: the start's accuracy."""
     tokenizer = tiny_tokenizer(CHARACTERS)
     model = tiny_model(tokenizer, seed)
-    cold_start(model, tokenizer, seed)
+    warm_up(model, tokenizer, seed)
     aside = folder.with_name(folder.name + ".partial")
     model.save_pretrained(aside / "model")
     tokenizer.save_pretrained(aside / "model")

@@ -1,23 +1,18 @@
-"""What the tests share: a tiny model that nobody trained, a few sums, and one whole run."""
+"""What the tests share: a tiny model with random weights, a few questions, and one whole run."""
 
 import itertools
 import json
 import os
 import re
 import signal
-import tempfile
 
-CACHE = tempfile.TemporaryDirectory()
-os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: no test asks the hub
-os.environ["HF_DATASETS_CACHE"] = CACHE.name
+import pytest
+import torch
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-import train_math  # noqa: E402
-from experiments.plot import read  # noqa: E402
-from experiments.tiny_model import tiny_model, tiny_tokenizer  # noqa: E402
-from gspo import gspo_loss  # noqa: E402
+import train_math
+from common.logs import read
+from common.tiny_model import tiny_model, tiny_tokenizer
+from gspo import gspo_loss
 
 torch.set_num_threads(1)  # models this small are slower on several
 
@@ -33,13 +28,20 @@ SMALL = {
 }
 
 
+QUESTIONS = [
+    {"question": "Eve buys 3 figs?"},
+    {"question": "How many boxes of 53 figs are there? Ann has 7."},
+]
+
+
 def parity_reward(prompts, completions, **columns):
-    """An untrained model gets it half of the time, so that there is something to update on."""
+    """1 for an odd number of digits. A model with random weights gets this reward in about half of
+    its responses, so that there is a gradient."""
     return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
 
 
 def gspo_loss_that_kills(call):
-    """gspo_loss, but its call number `call` is the end of the process: nothing can be saved."""
+    """gspo_loss, but the call with this number kills the process, so that nothing can be saved."""
     calls = itertools.count(1)
 
     def loss(*arguments, **more):
@@ -66,8 +68,13 @@ def settings(**changes):
     return train_math.Settings(**{"output_dir": None} | SMALL | changes)
 
 
+def encoded(tokenizer, questions=QUESTIONS):
+    """The prompts of these questions, without an instruction."""
+    return train_math.encode_prompts(tokenizer, questions, settings(instruction=""))
+
+
 def run(command, folder, *flags, reward=parity_reward):
-    """The script on the tiny model. Returns the rows of its log."""
+    """Run the script on the tiny model. Returns the rows of its log."""
     train_math.main([*command, "--output_dir", str(folder), *flags], reward)
     return read(folder / "metrics.jsonl")
 
@@ -82,16 +89,19 @@ def one_line(main, *flags, **more):
 
 
 def without_clocks(rows):
-    """Rows but for what two equal runs may differ in: clocks, and where they lie."""
+    """The rows without what may differ between two equal runs: the times and the folder."""
     kept = [{k: v for k, v in row.items() if not re.match("seconds|settings", k)} for row in rows]
     kept[0]["settings"] = rows[0]["settings"] | {"output_dir": None}
     return kept
 
 
 def assert_same(whole, folder):
-    """The run in `folder` equals one that nothing interrupted: log, weights, optimizer."""
+    """The run in `folder` equals one without interruption: the log, the results of each question in
+    each evaluation, the weights and the optimizer."""
     logs = [without_clocks(read(f / "metrics.jsonl")) for f in (whole, folder)]
     assert logs[0] == logs[1]
+    evaluations = [{f.name: read(f) for f in x.glob("eval_*.jsonl")} for x in (whole, folder)]
+    assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 4
     before, after = (torch.load(f / "state.pt") for f in (whole, folder))
     assert without_clocks(before["rows"]) == without_clocks(after["rows"])
     for name, weight in before["model"].items():
@@ -105,14 +115,14 @@ def assert_same(whole, folder):
 
 @pytest.fixture
 def fresh():
-    """(model, tokenizer): the tiny model, not trained."""
+    """(model, tokenizer): the tiny model with random weights."""
     tokenizer = tiny_tokenizer()
     return tiny_model(tokenizer, seed=0), tokenizer
 
 
 @pytest.fixture
 def tiny(fresh):
-    """The same, its weights made larger so that its distribution is far from flat."""
+    """The same model with larger weights, so that its distribution is far from uniform."""
     model, tokenizer = fresh
     with torch.no_grad():
         for parameter in model.parameters():
@@ -122,7 +132,7 @@ def tiny(fresh):
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """A folder with a model that nobody trained, and its questions."""
+    """A folder with the tiny model and its questions."""
     folder = tmp_path_factory.mktemp("world")
     tokenizer = tiny_tokenizer()
     for part in tiny_model(tokenizer, seed=0), tokenizer:
@@ -133,14 +143,14 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def command(world):
-    """Flags for a few fast steps in that world."""
+    """The flags of a few fast steps with this model and these questions."""
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     return ["--model", str(world / "model"), "--dataset", str(world / "questions.jsonl"), *flags]
 
 
 @pytest.fixture(scope="session")
 def whole(command, tmp_path_factory):
-    """The folder of a run that nothing interrupted."""
+    """The folder of a run without interruption."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run(command, folder)
     return folder

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import train_math
+from common import tiny_model
+from gspo import gspo_loss, token_log_probs
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for torchrun
-import train_math  # noqa: E402
-from experiments import tiny_model  # noqa: E402
-from gspo import gspo_loss, token_log_probs  # noqa: E402
 
 # ---- plain torch: two processes ------------------------------------------------------------------
 
@@ -355,8 +355,8 @@ def test_two_processes_of_trl_equal_one(tmp_path):
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for name, launcher in (("one", []), ("two", torchrun)):
-        command = [sys.executable, *launcher, __file__, tmp_path / name]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        command = [sys.executable, *launcher, "-m", "tests.test_engines", tmp_path / name]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     off = ((one - two).norm() / one.norm()).item()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.plot import read
+from common.logs import read
 from lesson import find_the_bug, loop_homework
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,10 +1,10 @@
-"""experiments/plot.py: logs read and pictured."""
+"""common/plot.py: pictures of logs."""
 
 import builtins
 
 import pytest
 
-from experiments import plot
+from common import plot
 from tests.conftest import write_jsonl
 
 
@@ -25,16 +25,6 @@ def log(n, **more):
             row["eval_reward_interval"] = [step / 11, step / 8]
         rows.append(row | more)
     return rows
-
-
-def test_reads_what_a_kill_left_of_a_log(tmp_path):
-    assert plot.read(tmp_path / "none.jsonl") == []
-    path = tmp_path / "log.jsonl"
-    write_jsonl(path, log(3))
-    plot.append(path, {"step": 3, "word": "−5"})
-    with open(path, "ab") as file:
-        file.write('{"step": 4, "word": "−'.encode()[:-1])
-    assert plot.read(path) == [*log(3), {"step": 3, "word": "−5"}]
 
 
 def test_draws_reward_length_clip_and_spread(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
-"""The pieces that rivals.py passes into the loop do what their names say, and so do exact.py's
-arithmetic and gsm8k.py's comparison."""
+"""The pieces that rivals.py passes into the loop do what their names say, and so does exact.py's
+arithmetic."""
 import itertools
 import json
 import math
@@ -13,10 +13,10 @@ from torch import tensor
 from torch.testing import assert_close
 
 import train_math
-from experiments import exact, gsm8k, rivals, successors
+from common.logs import write
+from common.tiny_model import tiny_model, tiny_tokenizer
+from experiments import exact, rival_report, rival_settings, rivals, successors
 from experiments import rival_parts as parts
-from experiments.plot import write
-from experiments.tiny_model import tiny_model, tiny_tokenizer
 from gspo import grpo_loss, gspo_loss
 
 
@@ -568,9 +568,9 @@ class TestTasks:
             right += row["worked"].endswith(row["answer"])
         assert 60 < right < 150, "a slip in 5% of 26 steps, a tenth of them none, and 10% give up"
 
-    @pytest.mark.parametrize("length, chain", rivals.CHAINS.items())
+    @pytest.mark.parametrize("length, chain", rival_settings.CHAINS.items())
     def test_chains_have_their_length_and_a_label_for_each_step(self, length, chain, monkeypatch):
-        rows = rivals.TASKS[f"{length} tokens"].questions("held out", 200)
+        rows = rival_settings.TASKS[f"{length} tokens"].questions("held out", 200)
         lengths = [len(row["worked"]) + 1 for row in rows]
         mean = sum(lengths) / 200
         assert abs(mean - length) < 5
@@ -587,7 +587,7 @@ class TestTasks:
 
     @pytest.mark.parametrize("task", ["long", "short", "30 tokens"])
     def test_what_is_held_out_is_not_trained_on(self, task):
-        questions = rivals.TASKS[task].questions
+        questions = rival_settings.TASKS[task].questions
         held_out = {row["question"] for row in questions("held out", 256)}
         assert len(held_out) > 50
         for seed in range(9):
@@ -689,13 +689,6 @@ class TestExact:
         assert 0.3 < right < 0.38, "the more so, the longer"
 
 
-def arms_of(name):
-    arms = []
-    for panel in rivals.EXPERIMENTS[name].values():
-        arms += panel.values()
-    return arms
-
-
 class TestRuns:
     GRADIENTS = {}  # of an arm's kind, which stands in several experiments
 
@@ -712,19 +705,19 @@ class TestRuns:
             return [float(n % 2) for n in letters]
 
         settings = dict(max_completion_length=8, learning_rate=1e-2)  # ratios above 2, too
-        for name, task in rivals.TASKS.items():
+        for name, task in rival_settings.TASKS.items():
             asked = partial(questions, question="Eve? Bob?") if name == "two turns" else questions
-            task = rivals.Task(task.make, lambda *_: None, asked, settings)
-            monkeypatch.setitem(rivals.TASKS, name, task)
-        common = rivals.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
-        monkeypatch.setattr(rivals, "COMMON", common)
+            task = rival_settings.Task(task.make, lambda *_: None, asked, settings)
+            monkeypatch.setitem(rival_settings.TASKS, name, task)
+        common = rival_settings.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
+        monkeypatch.setattr(rival_settings, "COMMON", common)
         monkeypatch.setattr(rivals, "COLD", tmp_path)
         monkeypatch.setattr(parts, "task_reward", reward)
 
-    @pytest.mark.parametrize("name", rivals.EXPERIMENTS)
+    @pytest.mark.parametrize("name", rival_settings.EXPERIMENTS)
     def test_of_each_experiment_run_and_each_piece_has_an_effect(self, small, name):
         gradients = {}
-        for spec in arms_of(name):
+        for spec in rival_report.arms_of(name):
             same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
             kind = json.dumps(spec | same, sort_keys=True)
             if kind not in self.GRADIENTS:
@@ -746,17 +739,17 @@ class TestRuns:
                 if line.get_marker() == "o":
                     drawn.extend(line.get_xdata())
 
-        monkeypatch.setattr(rivals.Figure, "savefig", savefig)
+        monkeypatch.setattr(rival_report.Figure, "savefig", savefig)
         run = {"cold": 0, "accuracy": 0.5, "log_ratio_std": [None, 0, 0.02, 0.04]}
-        rows = [{"arm": spec, **run} for spec in arms_of("noise")]
-        rivals.draw_noise(rows, None)
+        rows = [{"arm": spec, **run} for spec in rival_report.arms_of("noise")]
+        rival_report.draw_noise(rows, None)
         assert drawn == pytest.approx([0.1, 1 / 3, 1, 10 / 3, 10, 100 / 3])
 
     def test_of_one_task_alone_are_drawn_beside_an_empty_panel(self, tmp_path, capsys):
         run = {"cold": 0, "seed": 0, "start": 0.2, "accuracy": 0.5}
-        rows = [{"arm": spec, **run} for spec in arms_of("world")]
+        rows = [{"arm": spec, **run} for spec in rival_report.arms_of("world")]
         write(tmp_path / "runs.jsonl", rows)
-        rivals.report("world", rows, tmp_path)
+        rival_report.report("world", tmp_path)
         assert (tmp_path / "opening.png").stat().st_size > 5000
         assert "GRPO's gate, weight s | 0.50 |" in capsys.readouterr().out
 
@@ -767,17 +760,36 @@ class TestRuns:
 
         own = rows(0.9, 0.8, 0.9, 0.9)
         others = rows(0.8, 0.6, 0.8)
-        assert rivals.difference(own, others) == "+0.13 ± 0.14"  # 0.1, 0.2, 0.1
+        assert rival_report.difference(own, others) == "+0.13 ± 0.14"  # 0.1, 0.2, 0.1
         by_luck = rows(0.9, 0.7, 0.9)
-        assert rivals.difference(by_luck, others) == "+0.10 ± 0.06", "never narrower from three"
-        assert rivals.difference(own, own) == "-"
-        assert rivals.difference(own[:1], others) == "-"
+        found = rival_report.difference(by_luck, others)
+        assert found == "+0.10 ± 0.06", "never narrower from three"
+        assert rival_report.difference(own, own) == "-"
+        assert rival_report.difference(own[:1], others) == "-"
+
+    @pytest.mark.parametrize("algorithm, pieces, cell", [
+        ("gspo", {}, "25.0%"),
+        ("grpo", {"loss": ["sequence", "token", None]}, "25.0%"),
+        ("gspo", {"loss": ["sequence", "one", None]}, "0.0%"),
+        ("gspo", {"loss": ["one", "one", None, "both", None, 0.5]}, "0.0%"),
+        ("gspo", {"loss": ["sequence", "sequence", None, "below"]}, "-"),
+        ("gspo", {"loss": ["sequence", "sequence", None, "both", "sign"]}, "-"),
+        ("grpo", {"loss": ["token", "token", None, "both", None, 0.5]}, "25.0%"),
+        ("gspo", {"noise": 0.1}, "-"),
+        ("gspo", {"successor": "luspo"}, "25.0%"),
+        ("gspo", {"successor": "dapo"}, "-"),
+        ("gspo", {"successor": "fspo_200"}, "-"),
+    ])
+    def test_show_a_clip_fraction_only_where_it_is_that_of_their_own_clip(
+            self, algorithm, pieces, cell):
+        spec = rival_settings.arm(algorithm, 0.1, **pieces)
+        assert rival_report.clipped([{"arm": spec, "clip_fraction": [None, 0.2, 0.3]}]) == cell
 
     def test_that_are_there_are_not_run_again_and_make_the_table_and_the_figure(
             self, tmp_path, monkeypatch):
         monkeypatch.setattr(rivals.multiprocessing, "get_context", None)  # nothing may be started
         path = tmp_path / "runs.jsonl"
-        arms = arms_of("moe")
+        arms = rival_report.arms_of("moe")
         wanted = rivals.missing(arms + arms, 2, 2, path)
         assert len(wanted) == 16, "each once"
         rows = []
@@ -795,48 +807,13 @@ class TestRuns:
                 "entropy": [0.1],
                 "experts_changed": [0.02],
             })
-        another = rivals.arm("grpo", 0.3)  # of another experiment
+        another = rival_settings.arm("grpo", 0.3)  # of another experiment
         write(path, [*rows, rows[-1] | {"arm": another}])
         there = rivals.run_all(arms, 2, 2, 1, path)
         assert there == rows
-        table = rivals.table("moe", rows)
+        table = rival_report.table("moe", rows)
         line = table.splitlines()[3]
         assert line == ("| GRPO | 0.06 | +0.04 ± 0.00 | 0.04 0.05; 0.06 0.07 | 0.250 | 0.50 "
                         "| 25.0% | - | 0.100 | 2.0% |")
-        rivals.draw("moe", rows, tmp_path / "moe.png")
+        rival_report.draw("moe", rows, tmp_path / "moe.png")
         assert (tmp_path / "moe.png").stat().st_size > 1000
-
-
-class TestGsm8k:
-    def test_compares_right_and_wrong_on_the_same_questions(self):
-        before = [1] * 4 + [0] * 6
-        after = [0] + [1] * 8 + [0]  # of 10 questions 5 gained, 1 lost
-        d, interval, p = gsm8k.paired(before, after)
-        assert d == pytest.approx(0.4)
-        assert interval == pytest.approx((-0.0111, 0.8111), abs=1e-4)
-        assert p == 2 * (1 + 6) / 2**6  # of 6 changes at most one against
-        *_, p = gsm8k.paired(before, before)
-        assert p == 1
-
-    def test_makes_a_table_of_arms_at_each_temperature(self):
-        def arm(*right):
-            rows = []
-            for t in gsm8k.TEMPERATURES:
-                for i, x in enumerate(right):
-                    rows.append({
-                        "question": i,
-                        "temperature": t,
-                        "right": x,
-                        "flexible": True,
-                        "cut": i == 0,
-                        "tokens": 10 + i,
-                    })
-            return rows[::-1]
-
-        cold = arm(1, 0, 0, 0)
-        gspo = arm(1, 1, 0, 1)
-        text = gsm8k.table({"cold": cold, "grpo": cold, "gspo": gspo})
-        assert text.count("| gspo | greedy | 3 of 4, 75.0%") == 1
-        assert text.count("| gspo | at temperature 1.0 |") == 1
-        assert "| 100.0% | +50.0% (+1.0% to +99.0%) | 0.5 | 25% | 12 |" in text
-        assert "gspo minus grpo, temperature 0.0: +50.0% (+1.0% to +99.0%), p 0.5" in text

@@ -1,4 +1,4 @@
-"""lesson/sums.py: its questions, its reward, its arithmetic, and that nothing is done twice."""
+"""experiments/qwen/sums.py: questions, reward, arithmetic, and that nothing is done twice."""
 import math
 import shutil
 from pathlib import Path
@@ -6,13 +6,14 @@ from unittest import mock
 
 import pytest
 
-from experiments import plot, sums_given, sums_range
-from experiments.plot import read
-from lesson import sums
+from common import logs as jsonl
+from common.intervals import accuracy_text, gain_text
+from common.logs import read, write
+from experiments.qwen import sums, sums_given, sums_range
 from tests.conftest import one_line
 
-LOGS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "sums" / "gspo_0"
-PAGE = (LOGS.parent / "README.md").read_text(encoding="utf-8")
+RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "sums"
+PAGE = (RESULTS / "README.md").read_text(encoding="utf-8")
 
 
 class TestQuestions:
@@ -51,7 +52,7 @@ class TestGain:
         right = [{"right": 1.0}]
         wrong = [{"right": 0.0}]
         same = right * (n - won - lost)
-        return sums.gain(wrong * won + right * lost + same, right * won + wrong * lost + same)
+        return gain_text(wrong * won + right * lost + same, right * won + wrong * lost + same)
 
     def test_counts_what_changed(self):
         # 9 won, 1 lost: p = 2 (1 + 10) / 2^10; variance of the difference (10 / 100 - .08^2) / 100
@@ -70,7 +71,7 @@ class TestGain:
 def log(folder, **settings):
     """A training's log, of a rollout."""
     (folder / "training").mkdir(parents=True, exist_ok=True)
-    plot.write(folder / "training" / "metrics.jsonl", [
+    write(folder / "training" / "metrics.jsonl", [
         {"step": 0, "settings": settings}, {"step": 1, "reward": 0.5, "seconds": 90}])
 
 
@@ -85,7 +86,7 @@ def logs(folder, before, after, algorithm="gspo", seed=0, eps_low=0.03):
                 row["factors"] = [["3", "12"][i % 2], "17"]
                 row["right"] = float(i < 4 * share)
                 rows.append(row)
-        plot.write(folder / f"{when}.jsonl", rows)
+        write(folder / f"{when}.jsonl", rows)
     return folder
 
 
@@ -124,7 +125,7 @@ class TestShow:
         assert len(after.pop(tmp_path / "compared.png")) > 5000
         assert after == before, "nothing else is written"
         _, _, *lines = capsys.readouterr().out.strip().split("\n")
-        interval = sums.told([{"right": 1.0}] + [{"right": 0.0}] * 3)
+        interval = accuracy_text([{"right": 1.0}] + [{"right": 0.0}] * 3)
         assert interval.startswith("25.0% (4.6% to ")
         assert lines[0].startswith(f"{runs[0]} | gspo 0.03 | 0 | {interval} of 4 | 75.0% (")
         assert lines[0].count(" of 4 | ") == 3
@@ -152,6 +153,14 @@ class TestShow:
 
     def test_with_another_dataset_is_one_clear_line(self):
         assert "makes its own questions" in one_line(sums.main, "--dataset", "my.jsonl")
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A folder with the logs of the published runs, a folder for each."""
+    folder = tmp_path_factory.mktemp("logged")
+    jsonl.unpack(RESULTS / "logs.jsonl", folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -247,38 +256,41 @@ class TestFolder:
         assert f"--output_dir {tmp_path / 'file'}" in line
 
 
-def test_given_answers_are_whole_or_not_there(tmp_path, monkeypatch):
-    run = shutil.copytree(LOGS, tmp_path / "run")
+def test_given_answers_are_whole_or_not_there(tmp_path, logged, monkeypatch):
+    run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
     path = run / "before_given.jsonl"
     kept = read(path)
     path.unlink()
     texts = [row["response"] for row in kept]
     monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "M"])
     monkeypatch.setattr(sums.train_math, "load", lambda name, device: (None, None))
-    monkeypatch.setattr(sums_given, "begun_answers", lambda *arguments: texts)
+    monkeypatch.setattr(sums_given, "begun_answers", lambda *arguments: ([[1]] * 256, texts))
     with monkeypatch.context() as patch:
         stopped = mock.Mock(side_effect=["{}"] * 100 + [KeyboardInterrupt])
-        patch.setattr(plot.json, "dumps", stopped)
+        patch.setattr(jsonl.json, "dumps", stopped)
         with pytest.raises(KeyboardInterrupt):
             sums_given.main()
     sums_given.main()
-    assert read(path) == kept
+    names = "question", "response", "right", "temperature"
+    found, expected = ([[row.get(name) for name in names] for row in rows]
+                       for rows in (read(path), kept))
+    assert found == expected
 
 
 def test_grpo_keeps_its_own_range(tmp_path, monkeypatch, flags):
     seen = []
-    monkeypatch.setattr(sums, "ask", lambda *arguments: seen.append(arguments[3]))
+    monkeypatch.setattr(sums.evaluate, "ask", lambda *arguments: seen.append(arguments[4]))
     monkeypatch.setattr(sums.train_math, "main", lambda argv, reward: None)
     monkeypatch.setattr(sums, "show", lambda folders: None)
     sums.main([*flags, "--output_dir", str(tmp_path), "--algorithm", "grpo"])
     assert seen[0].eps_low == 0.2
 
 
-def test_the_logs_that_are_kept_give_the_figures_that_are_told(tmp_path, monkeypatch, capsys):
-    run = shutil.copytree(LOGS, tmp_path / "run")
-    (run / "table.md").unlink()
+def test_the_logs_that_are_kept_give_the_figures_that_are_told(
+        tmp_path, logged, monkeypatch, capsys):
+    run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
     sums.main(["--show", str(run)])
-    assert (run / "table.md").read_text() == (LOGS / "table.md").read_text()
+    assert "| 12 |" in PAGE and "after | greedy | 78.1% (72.7% to 82.8%)" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "not asked again"])
     sums_given.main()
     said = capsys.readouterr().out
@@ -290,19 +302,19 @@ def test_the_logs_that_are_kept_give_the_figures_that_are_told(tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", [
     f"{algorithm}_{seed}" for algorithm in ("gspo_wide", "grpo", "gspo") for seed in range(3)])
-def test_the_page_has_each_run_in_a_line(name):
+def test_the_page_has_each_run_in_a_line(name, logged):
     """Its greedy answers, how they changed, by how much beyond the set-up, and its samples."""
-    folder = LOGS.parent / name
+    folder = logged / name
     _, _, answers = sums.load_run(folder)
     before, after = (answers[when, 0.0] for when in ("before", "after"))
     given = read(folder / "before_given.jsonl")
     changes = []
     for rows in before, given:
-        change, _ = sums.gain(rows, after).split(", p = ")
+        change, _ = gain_text(rows, after).split(", p = ")
         changes.append(change.replace("95%: ", "").replace("%", ""))
-    sampled, *_ = sums.told(answers["after", 1.0]).split(" ")
-    found = [line for line in PAGE.splitlines() if f"[{name}]({name})" in line]
-    for figure in sums.told(after), *changes, f"| {sampled} |":
+    sampled, *_ = accuracy_text(answers["after", 1.0]).split(" ")
+    found = [line for line in PAGE.splitlines() if f"`{name}` |" in line]
+    for figure in accuracy_text(after), *changes, f"| {sampled} |":
         assert figure in found[0]
 
 
@@ -354,15 +366,15 @@ class TestRange:
         assert out.count("untrained | 25.0% (20.0% to 30.0%)") == 1
         assert "grpo_0.2 | 75.0% (70.0% to 80.0%) | 60.0% | 0.10 | 20% | 28% | 10 |\n" in out
 
-    def test_has_the_settings_of_the_runs_that_are_told(self):
+    def test_has_the_settings_of_the_runs_that_are_told(self, logged):
         told = {"gspo_3e-2": "gspo_wide_0", "gspo_3e-3": "gspo_0", "grpo_0.2": "grpo_0"}
         for arm, run in told.items():
-            settings = read(LOGS.parent / run / "training" / "metrics.jsonl")[0]["settings"]
+            settings = read(logged / run / "training" / "metrics.jsonl")[0]["settings"]
             names = "algorithm", "eps_low", "eps_high", "learning_rate"
             assert sums_range.ARMS[arm] == tuple(settings[name] for name in names)
 
-    def test_the_page_has_the_table_of_the_logs(self):
-        assert sums_range.table(LOGS.parent / "range") in PAGE
+    def test_the_page_has_the_table_of_the_logs(self, logged):
+        assert sums_range.table(logged / "range") in PAGE
 
     def test_of_another_model_or_seed_is_refused(self, trained, tmp_path, monkeypatch):
         self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import train_math
-from experiments.plot import read
+from common.logs import read
 from lesson import tiny
 from tests.conftest import SMALL
 
@@ -53,13 +53,13 @@ def test_world_0_starts_as_start_json_says():
 def test_makes_a_world_once_and_never_a_half_of_it(tmp_path, monkeypatch):
     made = []
 
-    def cold_start(model, tokenizer, seed):
+    def warm_up(model, tokenizer, seed):
         made.append(seed)
 
     def dies(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tiny, "cold_start", cold_start)
+    monkeypatch.setattr(tiny, "warm_up", warm_up)
     with monkeypatch.context() as patch:
         patch.setattr(tiny, "right", dies)
         with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,94 @@
+"""Logs as .jsonl files: one JSON object per line.
+
+    python -m common.logs pack FOLDER FILE      all .jsonl files below FOLDER, in one FILE
+    python -m common.logs unpack FILE FOLDER    the files again
+
+In a packed file the first key of each row, "log", is the path of the file that it comes from,
+without .jsonl. If two files are equal, the second one is a single row: {"log": ..., "same_as": ...}
+"""
+import argparse
+import json
+from pathlib import Path
+
+
+def read(path):
+    """The rows of a .jsonl file. A last line that was cut short by a kill is left out."""
+    path = Path(path)
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                pass
+    return rows
+
+
+def append(path, row):
+    """Adds one row to the file."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def write(path, rows):
+    """Writes a new .jsonl file. If the write is interrupted, the old file stays as it was."""
+    aside = path.with_suffix(".partial")
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    aside.write_text("".join(lines), encoding="utf-8")
+    aside.replace(path)
+
+
+def read_packed(path):
+    """{name of a log: its rows} of a packed file."""
+    logs = {}
+    for row in read(path):
+        name = row.pop("log")
+        if "same_as" in row:
+            logs[name] = logs[row["same_as"]]
+        else:
+            logs.setdefault(name, []).append(row)
+    return logs
+
+
+def write_packed(path, logs):
+    """Writes {name of a log: its rows} into one file. A log without rows is left out."""
+    rows = []
+    first = {}  # content of a log: the name under which it is written
+    for name, log in logs.items():
+        same = first.setdefault(json.dumps(log), name)
+        if same == name:
+            rows += [{"log": name, **row} for row in log]
+        else:
+            rows.append({"log": name, "same_as": same})
+    write(path, rows)
+
+
+def pack(folder, path):
+    files = sorted(folder.rglob("*.jsonl"))
+    names = [str(file.relative_to(folder).with_suffix("")) for file in files]
+    write_packed(path, {name: read(file) for name, file in zip(names, files)})
+
+
+def unpack(path, folder):
+    for name, rows in read_packed(path).items():
+        file = folder / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, rows)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["pack", "unpack"])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    args = parser.parse_args(argv)
+    if not args.source.exists():
+        parser.error(f"{args.source} does not exist")
+    if args.what == "pack":
+        pack(args.source, args.target)
+    else:
+        unpack(args.source, args.target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Before RL: show a model what RL can then strengthen; it never strengthens what is never done.
+
+    python -m common.warm_up --steps 30 --model FOLDER_OR_HUB_ID \\
+        --dataset FILE_OR_HUB_ID --output_dir FOLDER
+
+trains a model on `steps` supervised batches of the dataset's own solutions, so that it answers in
+their form, '... #### 42', which train_math.py pays; FOLDER is then train_math.py's --model.
+"""
+import argparse
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+import train_math
+
+
+def solution(answer):
+    """A dataset's answer as a response that train_math.py pays: no calculator marks <<...>>, and
+    '#### ' before a bare number."""
+    text = re.sub(r"<<[^>]*>>", "", str(answer))
+    if train_math.extract_answer(text) is None:
+        text = f"#### {text}"
+    return text
+
+
+def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name, instruction="",
+              at_once=None):
+    """`steps` supervised batches on the rows that draw_row() gives.
+
+    at_once of a batch go through the model together (default: all), which sets the memory."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0, fused=True)
+    at_once = at_once or batch_size
+    bar = tqdm(range(steps), desc=name, leave=False)
+    for step in bar:
+        warm_up = min(1, (step + 1) / 20)
+        optimizer.param_groups[0]["lr"] = learning_rate * warm_up * (1 - 0.9 * step / steps)
+        rows = [draw_row() for _ in range(batch_size)]
+        prompts = train_math.encode_prompts(tokenizer, rows, instruction)
+        answers = [tokenizer(solution(row["answer"]), add_special_tokens=False).input_ids
+                   + [tokenizer.eos_token_id] for row in rows]
+        tokens = sum(map(len, answers))
+        total = 0.0
+        for i in range(0, batch_size, at_once):
+            some = range(i, min(i + at_once, batch_size))
+            batch = train_math.MicroBatch(prompts, answers, some, model.device)
+            loss = -train_math.response_log_probs(model, batch, 1.0).sum() / tokens
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{total:.3f}")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    defaults = train_math.Settings()
+    parser.add_argument("--steps", type=int, required=True, help="supervised batches")
+    parser.add_argument("--model", default=defaults.model, help="hub id or folder")
+    parser.add_argument("--dataset", default=defaults.dataset, help="hub id, folder or .jsonl")
+    parser.add_argument("--output_dir", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--learning_rate", type=float, default=5e-5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default=defaults.device)
+    parser.add_argument("--instruction", default=defaults.instruction, help="as for train_math.py")
+    args = parser.parse_args(argv)
+    if min(args.steps, args.batch_size, args.learning_rate) <= 0:
+        parser.error("--steps, --batch_size and --learning_rate must be above 0")
+    if args.output_dir.exists():
+        parser.error(f"--output_dir {args.output_dir} is there already")
+    with train_math.blame(f"--dataset {args.dataset}"):
+        cfg = train_math.Settings(dataset=args.dataset, eval_size=1)
+        questions, _ = train_math.load_questions(cfg)
+    with train_math.blame(f"--model {args.model}, --device {args.device}"):
+        model, tokenizer = train_math.load(args.model, args.device)
+    rng = random.Random(args.seed)
+
+    def draw_row():
+        return rng.choice(questions)
+
+    supervise(model, tokenizer, draw_row, args.steps, args.batch_size, args.learning_rate,
+              "cold start", args.instruction, at_once=2)
+    aside = args.output_dir.with_name(args.output_dir.name + ".partial")
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    os.rename(aside, args.output_dir)
+    print(f"{args.output_dir} is the model: python train_math.py --model {args.output_dir} "
+          f"--dataset {args.dataset}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nstopped: a cold start is saved at its end alone, so it starts anew")

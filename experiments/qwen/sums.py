@@ -1,0 +1,240 @@
+"""A small Qwen gets better at sums: real weights, on any CPU.
+
+    python -m experiments.qwen.sums                         Qwen2.5-0.5B-Instruct, from the hub
+    python -m experiments.qwen.sums --seed 1 --output_dir runs/sums_1
+                                                            or any other flag of train_math.py
+    python -m experiments.qwen.sums --show FOLDER           a run's table and picture, from its logs
+    python -m experiments.qwen.sums --show FOLDER FOLDER    several runs in one table and picture
+
+Word problems of one line, answered in one line; a response earns 1 if its last number is right.
+The loop is train_math.main(). After it, the untrained model and the trained one answer 256
+questions, with numbers that no training question multiplies: greedily, and sampled at temperature
+1, as in training. Training also makes a model surer of what it says, and so does a lower
+temperature, for nothing: the untrained model is asked at two temperatures between, too, and is
+compared at its best. The same command goes on where it stopped, and does nothing twice. A run
+with other settings needs another folder; before.jsonl, the untrained model's answers, may be
+copied there if --model, --instruction and --max_completion_length are the same.
+"""
+import random
+import sys
+from pathlib import Path
+
+import train_math
+from common.intervals import accuracy, accuracy_text, gain_text
+from common.logs import read, write
+from experiments.qwen import evaluate
+
+SETTINGS = [
+    "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
+    "--prompts_per_step=16", "--group_size=4", "--learning_rate=1.5e-6", "--max_steps=10",
+    "--save_steps=5", "--eval_size=0", "--rollout_rows=1024"]  # all 256 questions at once
+GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three: sums_range.py
+MAY_CHANGE = train_math.MAY_CHANGE - {"max_steps"}  # when a run goes on
+TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy
+
+
+def make_questions(n_held_out=256):
+    """(questions to train on, questions held out): two digits times one, and two times two."""
+    rng = random.Random(0)
+    pairs = [(a, b) for a in range(3, 10) for b in range(11, 100)]
+    pairs += [(a, b) for a in range(11, 30) for b in range(a, 60)]
+    rows = []
+    for a, b in pairs:
+        name = rng.choice(("Ann", "Bob", "Eve", "Leo", "Mia", "Sam", "Tom"))
+        things = rng.choice(("books", "cards", "eggs", "figs", "nuts", "pens"))
+        question = f"{name} buys {a} boxes of {b} {things}. How many {things}?"
+        rows.append({"question": question, "answer": str(a * b), "factors": [str(a), str(b)]})
+    rng.shuffle(rows)
+    return rows[n_held_out:], rows[:n_held_out]
+
+
+def last_number_reward(prompts, completions, answer, **columns):
+    """1.0 for a completion whose last number is the answer, else 0.0."""
+    given = [train_math.extract_answer(text, strict=False) for text in completions]
+    return [float(number == gold) for number, gold in zip(given, answer)]
+
+
+def judge(questions, texts):
+    """What is kept of each answer; "result": does it name a number that is not in the question?"""
+    right = train_math.score(last_number_reward, questions, texts).tolist()
+    kept = []
+    for i, row in enumerate(questions):
+        number = train_math.extract_answer(texts[i], strict=False)
+        result = number not in (None, *row["factors"])
+        kept.append({"question": i, "factors": row["factors"], "right": right[i], "result": result})
+    return kept
+
+
+def missing(folder, when):
+    """The temperatures at which the model before or after the training is still to be asked."""
+    return evaluate.missing(folder / f"{when}.jsonl", TEMPERATURES[when])
+
+
+# ---- table and picture ---------------------------------------------------------------------------
+
+
+def load_run(folder):
+    """A run's logs: (settings, steps, {(when, temperature): answers}). SystemExit: no run."""
+    rows = read(folder / "training" / "metrics.jsonl")
+    if not rows:
+        sys.exit(f"sums.py: no run in {folder}: it has no training/metrics.jsonl")
+    answers = {}
+    for when in TEMPERATURES:
+        given = read(folder / f"{when}.jsonl")
+        for temperature in TEMPERATURES[when]:
+            found = [row for row in given if row["temperature"] == temperature]
+            if found:
+                answers[when, temperature] = found
+    return rows[0]["settings"], rows[1:], answers
+
+
+def minutes(steps):
+    return f"{sum(row['seconds'] for row in steps) / 60:.0f}"
+
+
+def table(answers, steps, best):
+    """Markdown: each of the answers, {(when, temperature): rows}, and after minus before."""
+    lines = [
+        "model | temperature | right, by the last number (95%) | times 1 digit | times 2 digits | "
+        "names a result | tokens",
+        "---|---|---|---|---|---|---"]
+    for (when, temperature), rows in answers.items():
+        cells = [when, temperature or "greedy", accuracy_text(rows)]
+        for digits in 1, 2:
+            kind = [row for row in rows if len(row["factors"][0]) == digits]
+            cells.append(f"{accuracy(kind)[0]:.1%}")
+        for name in "result", "tokens":
+            cells.append(f"{sum(row[name] for row in rows) / len(rows):.3g}")
+        lines.append(" | ".join(map(str, cells)))
+    lines.append("")
+    for temperature in TEMPERATURES["after"]:
+        for other in dict.fromkeys([temperature, best]):
+            change = gain_text(answers["before", other], answers["after", temperature])
+            lines.append(f"- after at {temperature} minus before at {other}: {change}")
+    return "\n".join(lines) + f"\n\n{len(steps)} rollouts, {minutes(steps)} minutes.\n"
+
+
+def compare(runs):
+    """Markdown: a line a run, {folder: load_run(folder)}; means of each algorithm and range."""
+    lines = [
+        "run | algorithm, range | seed | greedy before (95%) | greedy after | sampled after | "
+        "greedy after minus before | rollouts | minutes",
+        "---|---|---|---|---|---|---|---|---"]
+    means = {}
+    for folder, (settings, steps, answers) in runs.items():
+        algorithm = f"{settings['algorithm']} {settings['eps_low']:g}"
+        cells = [folder, algorithm, settings["seed"]]
+        asked = [answers.get(key) for key in (("before", 0.0), ("after", 0.0), ("after", 1.0))]
+        for rows in asked:
+            cells.append(f"{accuracy_text(rows)} of {len(rows)}" if rows else "-")
+        cells.append(gain_text(*asked[:2]) if all(asked[:2]) else "-")
+        lines.append(" | ".join(map(str, [*cells, len(steps), minutes(steps)])))
+        if all(asked):
+            means.setdefault(algorithm, []).append([accuracy(rows)[0] for rows in asked])
+    for algorithm, shares in means.items():
+        cells = [f"{sum(column) / len(shares):.1%}" for column in zip(*shares)]
+        lines.append(f"mean of {len(shares)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs, path, ylabel="right, by the last number (95%)"):
+    """Right samples in training, and right answers to held-out questions before and after; each
+    run a line, {folder: load_run(folder)}, GRPO's in a colour of their own."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    shown, afters = {}, []
+    for i, (settings, steps, answers) in enumerate(runs.values()):
+        name = settings["algorithm"].upper()
+        color = "C1" if name == "GRPO" else "C0"
+        curve = [row["reward"] for row in steps]
+        line, = axis.plot(range(1, len(steps) + 1), curve, ".-", color=color, alpha=0.5)
+        shown[f"{name}, samples in training"] = line
+        for (when, temperature), rows in answers.items():
+            if temperature in TEMPERATURES["after"]:
+                y, low, high = accuracy(rows)
+                x, own = 0, "black"
+                if when == "after":
+                    x = len(steps) + 0.8 + i / 4 + temperature * (len(runs) / 4 + 0.2)
+                    own = color
+                    afters.append(x)
+                axis.errorbar(x, y, [[y - low], [high - y]], fmt="o" if temperature else "s",
+                              capsize=3, color=own)
+    for name, mark in ("held out, greedy", "s"), ("held out, sampled", "o"):
+        line, = axis.plot([], [], mark, color="black")
+        shown[name] = line
+    best = max(accuracy(rows)[0] for (when, _), rows in answers.items() if when == "before")
+    shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
+    axis.set(xlabel="rollout", ylabel=ylabel, ylim=(0, 1))
+    places = range(2, len(steps) + 1, 2)
+    axis.set_xticks([0, *places, sum(afters) / len(afters)], ["before", *places, "after"])
+    axis.grid(alpha=0.3)
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=110)
+
+
+def show(folders):
+    """A run's table.md and sums.png; of several a line each is printed, and compared.png drawn."""
+    if not folders:
+        sys.exit("sums.py: --show needs the folder of a run, or several")
+    runs = {folder: load_run(folder) for folder in folders}
+    finished = {folder: run for folder, run in runs.items()
+                if not any(missing(folder, when) for when in TEMPERATURES)}
+    folder = folders[0]
+    if len(runs) > 1 or not finished:
+        print(compare(runs))
+        if finished:
+            draw(finished, folder.parent / "compared.png")
+        return
+    _, steps, answers = runs[folder]
+    best = max(TEMPERATURES["before"], key=lambda x: accuracy(answers["before", x]))
+    text = table(answers, steps, best)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    draw(runs, folder / "sums.png")
+    print(text)
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def refuse_another(folder, cfg):
+    """SystemExit: the folder has a run with other settings, and with the answers of its models."""
+    for row in read(folder / "training" / "metrics.jsonl")[:1]:
+        changed = [name for name, value in vars(cfg).items()
+                   if name not in MAY_CHANGE and row["settings"].get(name) != value]
+        if changed:
+            sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}: choose "
+                     "another --output_dir")
+
+
+def main(argv):
+    if argv[:1] == ["--show"]:
+        return show([Path(name) for name in argv[1:]])
+    algorithm = train_math.parse_settings(SETTINGS + argv).algorithm
+    flags = SETTINGS + ([] if algorithm == "grpo" else GSPO_RANGE) + argv
+    cfg = train_math.parse_settings(flags)
+    if cfg.dataset != train_math.Settings.dataset:
+        sys.exit("sums.py: it makes its own questions: no --dataset")
+    folder = Path(cfg.output_dir)
+    refuse_another(folder, cfg)
+    questions, held_out = make_questions()
+    if missing(folder, "after"):
+        data = folder / "data"
+        with train_math.blame(f"--model {cfg.model} --output_dir {folder}"):
+            train_math.AutoTokenizer.from_pretrained(cfg.model)  # is there such a model?
+            data.mkdir(parents=True, exist_ok=True)
+            write(data / "train.jsonl", questions)
+            write(data / "test.jsonl", held_out)
+        own = [f"--dataset={data}", f"--output_dir={folder / 'training'}"]
+        train_math.main(flags + own, reward=last_number_reward)
+    models = {"before": cfg.model, "after": folder / "training" / "model"}
+    for when, model in models.items():
+        path = folder / f"{when}.jsonl"
+        evaluate.ask(path, model, held_out, TEMPERATURES[when], cfg, judge)
+    show([folder])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

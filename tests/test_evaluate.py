@@ -1,0 +1,107 @@
+"""common/intervals.py, and the answers of models to held-out questions: evaluate.py, gsm8k.py."""
+from pathlib import Path
+
+import pytest
+
+from common.intervals import accuracy_text, paired
+from common.logs import read
+from experiments.qwen import evaluate, gsm8k
+from tests.conftest import one_line, sums, write_jsonl
+
+RESULTS = Path(gsm8k.__file__).parents[1] / "results" / "gsm8k"
+
+
+def test_compares_right_and_wrong_on_the_same_questions():
+    before = [1] * 4 + [0] * 6
+    after = [0] + [1] * 8 + [0]  # of 10 questions 5 gained, 1 lost
+    d, interval, p = paired(before, after)
+    assert d == pytest.approx(0.4)
+    assert interval == pytest.approx((-0.0111, 0.8111), abs=1e-4)
+    assert p == 2 * (1 + 6) / 2**6  # of 6 changes at most one against
+    *_, p = paired(before, before)
+    assert p == 1
+
+
+def test_accuracy_has_wilsons_interval():
+    rows = [{"right": i < 1} for i in range(4)]
+    assert accuracy_text(rows) == "25.0% (4.6% to 69.9%)"
+
+
+def test_makes_a_table_of_arms_at_each_temperature():
+    def arm(*right):
+        rows = []
+        for t in gsm8k.TEMPERATURES:
+            for i, x in enumerate(right):
+                rows.append({
+                    "question": i,
+                    "temperature": t,
+                    "right": x,
+                    "flexible": True,
+                    "cut": i == 0,
+                    "tokens": 10 + i,
+                })
+        return rows[::-1]
+
+    cold = arm(1, 0, 0, 0)
+    gspo = arm(1, 1, 0, 1)
+    text = gsm8k.table({"cold": cold, "grpo": cold, "gspo": gspo})
+    assert text.count("| gspo | greedy | 3 of 4, 75.0%") == 1
+    assert text.count("| gspo | at temperature 1.0 |") == 1
+    assert "| 100.0% | +50.0% (+1.0% to +99.0%) | 0.5 | 25% | 12 |" in text
+    assert "gspo minus grpo, temperature 0.0: +50.0% (+1.0% to +99.0%), p 0.5" in text
+
+
+def test_gsm8k_gives_the_table_that_is_published(capsys):
+    gsm8k.main(["--show", str(RESULTS)])
+    published = (RESULTS / "table.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out.strip() == published.strip()
+
+
+@pytest.fixture
+def flags(world, tmp_path):
+    """Flags with which the tiny model answers three questions in three tokens."""
+    questions = tmp_path / "questions"
+    questions.mkdir()
+    write_jsonl(questions / "train.jsonl", sums(8))
+    write_jsonl(questions / "test.jsonl", sums(3))
+    model = str(world / "model")
+    return ["--model", model, "--dataset", str(questions), "--max_completion_length", "3",
+            "--device", "cpu"]
+
+
+class TestCommand:
+    def test_keeps_the_answers_and_asks_none_twice(self, flags, tmp_path, monkeypatch, capsys):
+        path = tmp_path / "before.jsonl"
+        evaluate.main([str(path), *flags, "--temperatures", "0"])
+        evaluate.main([str(path), *flags])
+        rows = read(path)
+        assert [row["temperature"] for row in rows] == [0.0] * 3 + [1.0] * 3
+        assert [row["question"] for row in rows] == [0, 1, 2] * 2
+        assert [row["gold"] for row in rows] == ["0", "1", "2"] * 2
+        assert all(1 <= row["tokens"] <= 3 for row in rows)
+        assert all(row["cut"] == (row["tokens"] == 3) for row in rows)
+        monkeypatch.setattr(evaluate.train_math, "load", None)
+        capsys.readouterr()
+        evaluate.main([str(path), *flags])
+        assert "| before | at temperature 1.0 |" in capsys.readouterr().out
+
+    def test_compares_each_file_with_the_first(self, tmp_path, capsys):
+        for name, right in ("before", [0, 0, 1, 1]), ("after", [1, 1, 1, 1]):
+            write_jsonl(tmp_path / f"{name}.jsonl", [
+                {"question": i, "temperature": 0.0, "right": bool(x), "flexible": i < 3,
+                 "tokens": 5, "cut": False} for i, x in enumerate(right)])
+        files = [str(tmp_path / f"{name}.jsonl") for name in ("before", "after")]
+        evaluate.main(files)
+        out = capsys.readouterr().out
+        assert "| before | greedy | 2 of 4, 50.0% (15.0% to 85.0%) | 75.0% | - | - |" in out
+        assert "| after | greedy | 4 of 4, 100.0% (51.0% to 100.0%) | 75.0% | +50.0% (" in out
+        evaluate.main(["--last_number", *files])
+        assert "| after | greedy | 3 of 4, 75.0%" in capsys.readouterr().out
+
+    def test_refuses_what_is_not_there(self, flags, tmp_path, capsys):
+        path = str(tmp_path / "before.jsonl")
+        assert "--model no/such" in one_line(evaluate.main, path, *flags, "--model", "no/such")
+        assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
+        with pytest.raises(SystemExit):
+            evaluate.main([path])
+        assert f"no answers in {path}" in capsys.readouterr().err

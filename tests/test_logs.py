@@ -1,0 +1,70 @@
+"""common/logs.py: logs are read, written and packed without losses."""
+import json
+
+import pytest
+
+from common import logs
+from tests.conftest import write_jsonl
+
+
+def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path):
+    assert logs.read(tmp_path / "none.jsonl") == []
+    path = tmp_path / "log.jsonl"
+    rows = [{"step": 0}, {"step": 1, "reward": 0.5}]
+    write_jsonl(path, rows)
+    logs.append(path, {"step": 2, "word": "−5"})
+    with open(path, "ab") as file:
+        file.write('{"step": 3, "word": "−'.encode()[:-1])
+    assert logs.read(path) == [*rows, {"step": 2, "word": "−5"}]
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "log.jsonl"
+    logs.write(path, [{"step": 0}])
+
+    def interrupt(row, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logs.json, "dumps", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        logs.write(path, [{"step": 1}])
+    assert path.read_text() == '{"step": 0}\n'
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three logs, two of which are equal."""
+    folder = tmp_path / "runs"
+    same = [{"step": 0, "word": "−5"}, {"step": 1}]
+    for name, rows in ("a/before", same), ("a/eps_0.02", [{"step": 7}]), ("b/before", same):
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        logs.write(path, rows)
+    return folder
+
+
+def test_packed_logs_come_out_as_they_went_in(folder, tmp_path):
+    logs.main(["pack", str(folder), str(tmp_path / "all.jsonl")])
+    logs.main(["unpack", str(tmp_path / "all.jsonl"), str(tmp_path / "out")])
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*.jsonl"))
+    assert files == sorted(path.relative_to(tmp_path / "out")
+                           for path in (tmp_path / "out").rglob("*.jsonl"))
+    for file in files:
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_a_packed_log_is_readable_and_holds_equal_logs_once(folder, tmp_path):
+    logs.pack(folder, tmp_path / "all.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"log": "a/before", "step": 0, "word": "−5"},
+        {"log": "a/before", "step": 1},
+        {"log": "a/eps_0.02", "step": 7},
+        {"log": "b/before", "same_as": "a/before"},
+    ]
+
+
+def test_a_missing_file_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        logs.main(["unpack", str(tmp_path / "none.jsonl"), str(tmp_path / "out")])
+    assert "none.jsonl does not exist" in capsys.readouterr().err

@@ -1,0 +1,581 @@
+"""Sampling with train_math.py: both samplers, which of them is chosen, and the log-probs."""
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import train_math
+from common.tiny_model import tiny_tokenizer
+from gspo import group_advantages, gspo_loss
+from tests.conftest import QUESTIONS, encoded, parity_reward, settings, sums
+
+SAMPLERS = [train_math.dynamic_rollout, train_math.static_rollout]
+THREE = [*QUESTIONS, {"question": "3?"}]
+FREQUENT_ENDS = torch.arange(1, 8)  # several end tokens that are drawn often: lengths differ
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+SLIDING = {"use_sliding_window": True, "max_window_layers": 1}
+GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256}
+KINDS = {  # the model class, its config class, its settings
+    "Qwen2": (Qwen2ForCausalLM, Qwen2Config, SIZES),
+    "Qwen3": (Qwen3ForCausalLM, Qwen3Config, SIZES | {"head_dim": 8}),
+    "a long window": (Qwen2ForCausalLM, Qwen2Config, SIZES | SLIDING | {"sliding_window": 128}),
+    "only windows": (MistralForCausalLM, MistralConfig, SIZES | {"sliding_window": 128}),
+    "GPT-2": (GPT2LMHeadModel, GPT2Config, GPT2_SIZES),
+    "a short window": (Qwen2ForCausalLM, Qwen2Config, SIZES | SLIDING | {"sliding_window": 8}),
+    "Gemma 3": (Gemma3ForCausalLM, Gemma3TextConfig, SIZES | {"head_dim": 8, "sliding_window": 8}),
+    "LFM2": (Lfm2ForCausalLM, Lfm2Config, SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "eager": (Qwen2ForCausalLM, Qwen2Config, SIZES | {"attn_implementation": "eager"}),
+}
+
+
+def model_of(kind, seed=1):
+    """(model, tokenizer): a small model of this kind with large random weights."""
+    tokenizer = tiny_tokenizer()
+    model_class, config_class, changes = KINDS[kind]
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(seed)
+    config = config_class(
+        vocab_size=len(tokenizer), bos_token_id=None, initializer_range=0.3, **ids, **changes)
+    return model_class(config).eval(), tokenizer
+
+
+def assert_log_probs_of_the_update(model, prompts, group_size, responses, sampled, temperature):
+    """The sampler's log-probs are those of response_log_probs, and 0 after the end."""
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    batch = train_math.MicroBatch(prompts, responses, range(len(prompts)), model.device)
+    log_probs = train_math.response_log_probs(model, batch, temperature)
+    for i, response in enumerate(responses):
+        n = len(response)
+        assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=1e-4)
+        assert (sampled[i, n:] == 0).all()
+
+
+class TestBothSamplers:
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_sample_from_the_distribution_of_the_model(self, tiny, sampler, temperature):
+        """The first two tokens of 10,000 responses to each of two prompts of different lengths are
+        compared with the exact probabilities."""
+        model, tokenizer = tiny
+        prompts = encoded(tokenizer)
+        n = 10_000
+        ends = torch.tensor([tokenizer.eos_token_id])
+        torch.manual_seed(0)
+        responses, _ = sampler(model, prompts, n, 2, temperature, ends)
+        words = torch.arange(len(tokenizer))
+        for k, prompt in enumerate(prompts):
+            with torch.no_grad():
+                first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
+                all_second = torch.tensor([prompt + [word] for word in words.tolist()])
+                second = (model(all_second).logits[:, -1] / temperature).softmax(-1)
+            second = (first[:, None] * second)[words != ends].sum(0)  # of unfinished responses
+            for t, exact in enumerate((first, second)):
+                drawn = torch.tensor([r[t] for r in responses[k * n : (k + 1) * n] if len(r) > t])
+                seen = torch.bincount(drawn, minlength=len(words)) / n
+                rare = exact.argsort()[: len(words) // 2]  # a top_k or top_p would drop them
+                for p, share in (exact, seen), (exact[rare].sum(), seen[rare].sum()):
+                    off = ((share - p).abs() / (p * (1 - p) / n).sqrt()).max().item()
+                    assert off < 5, f"prompt {k}, position {t}: {off:.1f} standard errors off"
+
+    @pytest.mark.parametrize("uniform", [0, 2**-24, 0.5, 1 - 2**-24])  # torch.rand: steps of 2^-24
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_never_draw_a_token_of_probability_0(self, tiny, monkeypatch, sampler, uniform):
+        model, _ = tiny
+        probs = torch.tensor([[0, 0, 1, 0], [0, 0.4, 0.6, 0], [0.1, 0.2, 0.3, 0.4]])
+
+        def forward(input_ids, **inputs):
+            return SimpleNamespace(logits=probs[input_ids[:, -1]].log()[:, None])
+
+        monkeypatch.setattr(model, "forward", forward)
+        monkeypatch.setattr(torch, "rand", lambda *size, **more: torch.full(size, uniform))
+
+        def drawn(*rows):
+            prompts = [[row] for row in rows]
+            responses, log_probs = sampler(model, prompts, 1, 1, 1.0, torch.tensor([3]))
+            for row, (token,), (log_prob,) in zip(rows, responses, log_probs.tolist(), strict=True):
+                assert probs[row, token] > 0
+                assert log_prob == pytest.approx(probs[row, token].log().item(), abs=1e-6)
+            return responses
+
+        together = drawn(0, 1, 2)
+        alone = [*drawn(0), *drawn(1), *drawn(2)]
+        assert alone == together, "the number of other rows changes what a row draws"
+
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_have_the_log_probs_of_the_update(self, tiny, sampler):
+        """Responses end at different times. Cache, positions and rows must stay aligned."""
+        model, tokenizer = tiny
+        prompts = encoded(tokenizer)
+        ends = torch.arange(1, 20)
+        torch.manual_seed(0)
+        responses, sampled = sampler(model, prompts, 16, 12, 0.7, ends)
+        lengths = [len(response) for response in responses]
+        assert len(set(lengths)) > 4 and sampled.shape == (32, 12)
+        assert all(r[-1] in ends or len(r) == 12 for r in responses)
+        assert all(token not in ends for r in responses for token in r[:-1])
+        assert_log_probs_of_the_update(model, prompts, 16, responses, sampled, 0.7)
+
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_are_greedy_at_temperature_0(self, tiny, sampler):
+        model, tokenizer = tiny
+        prompts = encoded(tokenizer)
+        responses, sampled = sampler(model, prompts, 2, 5, 0.0, torch.tensor([-1]))
+        for k, prompt in enumerate(prompts):
+            ids = list(prompt)
+            for _ in range(5):
+                ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+            assert responses[2 * k : 2 * k + 2] == [ids[len(prompt) :]] * 2
+        assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
+
+    def test_leave_no_gradient_behind(self, tiny):
+        model, tokenizer = tiny
+        _, sampled = train_math.rollout(model, encoded(tokenizer), 2, 3, 1.0, FREQUENT_ENDS)
+        assert not sampled.requires_grad
+
+    @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "a long window", "only windows", "GPT-2"])
+    def test_agree_on_greedy_tokens_and_their_log_probs(self, kind):
+        """Prompts of different lengths are padded on the left. Some responses end early, others
+        reach the limit, which is beyond the sixteenth token."""
+        lengths = set()
+        for seed in range(2):
+            model, tokenizer = model_of(kind, seed)
+            prompts = encoded(tokenizer, [*THREE, *sums(4)])
+            found = [s(model, prompts, 2, 20, 0.0, FREQUENT_ENDS) for s in SAMPLERS]
+            (responses, log_probs), (its_responses, its_log_probs) = found
+            assert its_responses == responses
+            assert torch.allclose(its_log_probs, log_probs, atol=1e-5)
+            lengths |= {len(response) for response in responses}
+        assert min(lengths) < 16 < max(lengths) == 20
+
+    def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(self, tiny, monkeypatch):
+        model, tokenizer = tiny
+        prompts = encoded(tokenizer)
+        shapes = []
+        forward = model.forward
+
+        def spy(**inputs):
+            shapes.append(tuple(inputs["input_ids"].shape))
+            return forward(**inputs)
+
+        monkeypatch.setattr(model, "forward", spy)
+        torch.manual_seed(0)
+        responses, _ = train_math.dynamic_rollout(
+            model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        lengths = [len(response) for response in responses]
+        unfinished = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
+        width = max(map(len, prompts))
+        assert shapes == [(2, width), *((n, 1) for n in unfinished)] and unfinished[-1] < 16
+        shapes.clear()
+        train_math.static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        assert shapes == [(2, width), *[(16, 1)] * 11], "the shapes are fixed"
+
+    def test_the_static_one_stops_when_all_responses_have_ended(self, tiny, monkeypatch):
+        model, tokenizer = tiny
+        forward = model.forward
+        calls = []
+        monkeypatch.setattr(model, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
+        prompts = encoded(tokenizer)
+        responses, _ = train_math.static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
+        assert [len(response) for response in responses] == [1] * 4 and len(calls) < 40
+        calls.clear()
+        responses, _ = train_math.static_rollout(model, prompts, 2, 50, 0.0, torch.tensor([-1]))
+        assert [len(response) for response in responses] == [50] * 4 and len(calls) == 50
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+    def test_agree_on_a_gpu_where_the_static_one_replays_a_graph(self):
+        for kind in "Qwen2", "Qwen3", "a long window":
+            model, tokenizer = model_of(kind)
+            model.to("cuda")
+            prompts = encoded(tokenizer, [*THREE, *sums(4)])
+            ends = FREQUENT_ENDS.cuda()
+            found = [sampler(model, prompts, 2, 20, 0.0, ends) for sampler in SAMPLERS]
+            assert found[0][0] == found[1][0]
+            assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
+            torch.manual_seed(0)
+            responses, sampled = train_math.static_rollout(model, prompts, 8, 20, 0.7, ends)
+            assert len({tuple(response) for response in responses}) > 10, "numbers are not fresh"
+            assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
+
+
+class PretendedCuda(str):
+    """A name of the CPU, for torch, that says that it is a CUDA device, for those who ask."""
+
+    type = "cuda"
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch):
+    """A function after whose call this model says that it is on a CUDA device."""
+
+    def pretend(model, native_bf16=True):
+        def is_bf16_supported(including_emulation=True):
+            return including_emulation or native_bf16
+
+        device = property(lambda self: PretendedCuda("cpu"))
+        monkeypatch.setattr(type(model), "device", device, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+
+    return pretend
+
+
+class TestWhichSampler:
+    @pytest.mark.parametrize("kind, can", [
+        ("Qwen2", True), ("Qwen3", True), ("GPT-2", True), ("a long window", True),
+        ("only windows", True), ("a short window", False), ("Gemma 3", False), ("LFM2", False),
+        ("eager", False)])
+    def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
+        model, _ = model_of(kind)
+        assert train_math.cache_can_be_static(model, 64) is can
+
+    def test_a_window_may_be_as_long_as_the_text(self):
+        model, _ = model_of("a long window")
+        assert train_math.cache_can_be_static(model, 128)
+        assert not train_math.cache_can_be_static(model, 129)
+
+    @pytest.fixture
+    def chosen(self, monkeypatch):
+        """Which sampler was called, with which model and with which other arguments."""
+        chosen = []
+
+        def spy_on(name, original):
+            def spy(model, *arguments):
+                chosen.append((name, model, arguments))
+                return original(model, *arguments)
+
+            monkeypatch.setattr(train_math, f"{name}_rollout", spy)
+
+        spy_on("dynamic", train_math.dynamic_rollout)
+        spy_on("static", train_math.static_rollout)
+        return chosen
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.0])
+    def test_on_a_cpu_it_is_the_dynamic_one_with_the_model_itself(self, tiny, chosen, temperature):
+        model, tokenizer = tiny
+        arguments = (encoded(tokenizer), 2, 3, temperature, FREQUENT_ENDS)
+        train_math.rollout(model, *arguments)
+        assert chosen == [("dynamic", model, arguments)]
+
+    @pytest.mark.parametrize("native_bf16", [True, False])
+    @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+    def test_on_cuda_it_is_the_static_one(
+        self, tiny, chosen, pretend_cuda, temperature, native_bf16
+    ):
+        """Samples to train on come from a bf16 copy where the GPU has bf16, and everything else
+        comes from the model itself, in float32."""
+        model, tokenizer = tiny
+        before = copy.deepcopy(model.state_dict())
+        pretend_cuda(model, native_bf16)
+        arguments = (encoded(tokenizer), 2, 3, temperature, FREQUENT_ENDS)
+        responses, log_probs = train_math.rollout(model, *arguments)
+        ((name, used, rest),) = chosen
+        assert name == "static" and rest == arguments
+        assert len(responses) == 4 and log_probs.dtype == torch.float32
+        if temperature and native_bf16:
+            buffers = list(used.buffers())
+            assert buffers and all(buffer.dtype == torch.float32 for buffer in buffers)
+            for (_, mine), its in zip(model.named_parameters(), used.parameters(), strict=True):
+                assert torch.equal(its, mine.bfloat16()) and its.dtype == torch.bfloat16
+        else:
+            assert used is model
+        for weight_name, weight in model.state_dict().items():
+            assert torch.equal(weight, before[weight_name]) and weight.dtype == torch.float32
+
+    def test_a_short_window_needs_the_dynamic_one_on_cuda_too(self, chosen, pretend_cuda, capsys):
+        """Both for a short text, which fits into the window, and for a long one."""
+        model, tokenizer = model_of("a short window")
+        pretend_cuda(model)
+        train_math.rollout(model, encoded(tokenizer), 2, 3, 0.0, FREQUENT_ENDS)
+        train_math.rollout(model, [[5, 6], [7]], 2, 3, 0.0, FREQUENT_ENDS)
+        train_math.rollout(model, [[5, 6], [7]], 2, 7, 0.0, FREQUENT_ENDS)
+        assert [name for name, *_ in chosen] == ["dynamic", "static", "dynamic"]
+
+    @pytest.mark.parametrize("kind, on_cuda, n", [
+        ("Qwen3", True, 0), ("a short window", True, 1), ("a short window", False, 0)])
+    def test_check_model_prints_a_note_if_sampling_is_slower(
+        self, pretend_cuda, capsys, kind, on_cuda, n
+    ):
+        model, tokenizer = model_of(kind)
+        if on_cuda:
+            pretend_cuda(model)
+        train_math.check_model(model, tokenizer, QUESTIONS, settings(), reward=parity_reward)
+        shown = capsys.readouterr().out
+        assert shown.count("note:") == shown.count("\n") == n
+        assert not n or "cache" in shown
+
+    def test_check_model_asks_for_the_longest_text(self, pretend_cuda, capsys):
+        """Each of the texts that the check samples fits into the window, but not the longest one
+        of the training."""
+        model, tokenizer = model_of("a long window")
+        pretend_cuda(model)
+        cfg = settings(max_completion_length=120)
+        train_math.check_model(model, tokenizer, QUESTIONS, cfg, reward=parity_reward)
+        assert capsys.readouterr().out.count("note:") == 1
+
+    def test_training_with_a_bf16_sampler_measures_the_gap_and_keeps_the_ratios(
+        self, fresh, pretend_cuda, chosen
+    ):
+        pretend_cuda(fresh[0])
+        cfg = settings(max_steps=2)
+        rows = train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
+        assert {name for name, *_ in chosen} == {"static"}
+        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
+        assert all(1e-5 < row["sampler_gap"] < 0.05 for row in rows[1:])
+        assert all(p.dtype == torch.float32 for p in fresh[0].parameters())
+        dtypes = [next(model.parameters()).dtype for _, model, _ in chosen]
+        assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+class TestSample:
+    @pytest.mark.parametrize(
+        "rows, at_once", [(256, [5]), (8, [2, 2, 1]), (11, [2, 2, 1]), (3, [1] * 5)]
+    )
+    def test_takes_whole_groups_at_once_in_the_order_of_the_questions(self, tiny, rows, at_once):
+        model, tokenizer = tiny
+        questions = [{"question": f"{'Ann ' * n}?"} for n in (3, 1, 5, 2, 4)]
+        seen = []
+
+        def spy(model, prompts, *rest):
+            seen.append(len(prompts))
+            return train_math.rollout(model, prompts, *rest)
+
+        cfg = settings(rollout_rows=rows, max_completion_length=4, instruction="")
+        got = train_math.sample(model, tokenizer, questions, 4, 0.0, cfg, rollout=spy)
+        assert seen == at_once and got.prompts == encoded(tokenizer, questions)
+        assert len(got.texts) == 20 and got.log_probs.shape == (20, 4)
+        assert got.texts == tokenizer.batch_decode(got.responses, skip_special_tokens=True)
+        ends = torch.tensor([tokenizer.eos_token_id])
+        for i, prompt in enumerate(got.prompts):  # greedy: the responses of a group are equal
+            alone, log_probs = train_math.rollout(model, [prompt], 4, 4, 0.0, ends)
+            group = slice(4 * i, 4 * i + 4)
+            assert got.responses[group] == alone
+            assert torch.allclose(got.log_probs[group], log_probs, atol=1e-5)
+
+    def test_of_an_evaluation_has_no_more_rows_at_once(self, fresh):
+        seen = []
+
+        def spy(model, prompts, group_size, *rest):
+            seen.append((len(prompts), group_size))
+            return train_math.rollout(model, prompts, group_size, *rest)
+
+        cfg = settings(rollout_rows=8, max_steps=1)
+        parts = {"reward": parity_reward, "rollout": spy}
+        train_math.train(cfg, *fresh, sums(8), sums(11), **parts)
+        evaluation = [(8, 1), (3, 1)]
+        assert seen == [*evaluation, (2, 4), (2, 4), *evaluation]
+
+    @pytest.mark.parametrize("ends", [list(range(4, 75)), 7, None])
+    def test_ends_at_any_end_token_of_the_model_or_the_tokenizer(self, tiny, monkeypatch, ends):
+        model, tokenizer = tiny
+        asked = []
+
+        def spy(*arguments):
+            asked.extend(arguments[-1].tolist())
+            return train_math.rollout(*arguments)
+
+        monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+        train_math.sample(model, tokenizer, QUESTIONS, 2, 1.0, settings(), rollout=spy)
+        more = ends if isinstance(ends, list) else [ends] if ends else []
+        assert asked == sorted({tokenizer.eos_token_id, *more})
+
+    def test_gives_texts_without_the_end_token(self, fresh):
+        model, tokenizer = fresh
+        response = tokenizer("4+5").input_ids + [tokenizer.eos_token_id]
+
+        def rollout(*arguments):
+            return [response], torch.zeros(1, 6)
+
+        got = train_math.sample(
+            model, tokenizer, QUESTIONS[:1], 1, 1.0, settings(), rollout=rollout)
+        assert got.responses == [response] and got.texts == ["4+5"]
+
+    def test_asks_through_the_chat_template_with_the_instruction(self):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}A{% endif %}"
+            "{% if enable_thinking is false %} now{% endif %}"
+        )
+        cfg = settings(instruction="Say #### 1")
+        ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
+        assert tokenizer.decode(ids[0]) == "user How?\nSay #### 1A now"
+
+    def test_takes_another_prompt_format(self, fresh):
+        """Also in training, evaluation and the check of the model."""
+        model, tokenizer = fresh
+        asked = []
+
+        def encode_prompts(tokenizer, questions, cfg):
+            return [tokenizer(f"Q {row['question']}").input_ids for row in questions]
+
+        def rollout(model, prompts, *rest):
+            asked.extend(tokenizer.batch_decode(prompts))
+            return train_math.rollout(model, prompts, *rest)
+
+        parts = {"encode_prompts": encode_prompts, "rollout": rollout, "reward": parity_reward}
+        train_math.check_model(model, tokenizer, sums(3), settings(), **parts)
+        train_math.train(settings(max_steps=1), model, tokenizer, sums(4), sums(1), **parts)
+        assert len(asked) == 2 + 1 + 4 + 1 and all(text.startswith("Q ") for text in asked)
+
+
+class TestLogProbs:
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_equal_a_token_by_token_computation(self, tiny, temperature):
+        """One forward for each token without padding, against all tokens at once with padding."""
+        model, tokenizer = tiny
+        prompts = encoded(tokenizer, [{"question": q} for q in ("Ann?", "Bob has 3 figs.", "Eve")])
+        responses = [
+            tokenizer("3+4=7").input_ids,
+            [tokenizer.eos_token_id],
+            tokenizer("12\n#### 5").input_ids,
+        ]
+        slow = []
+        for prompt, response in zip(prompts, responses):
+            for t, token in enumerate(response):
+                logits = model(torch.tensor([prompt + response[:t]])).logits[0, -1]
+                slow.append((logits / temperature).log_softmax(-1)[token].item())
+        batch = train_math.MicroBatch(prompts, responses, [0, 1, 2], "cpu")
+        got = train_math.response_log_probs(model, batch, temperature)
+        assert (got[~batch.mask] == 0).all()
+        assert torch.allclose(got[batch.mask], torch.tensor(slow), atol=1e-5)
+
+    def test_are_the_same_if_a_large_vocabulary_needs_several_chunks(self, tiny, monkeypatch):
+        """And no chunk of logits has more than 256 rows, or 2^22 elements if that is more."""
+        model, tokenizer = tiny
+        response = tokenizer("12\n#### 5" * 40).input_ids
+        batch = train_math.MicroBatch([[5, 6], [5]], [response[:99], response], [0, 1], "cpu")
+        whole = train_math.response_log_probs(model, batch, 1.0)
+        head = model.lm_head
+        sizes = []
+
+        class Large:
+            weight = range(151_936)
+
+            def __call__(self, hidden):
+                sizes.append(len(hidden))
+                return head(hidden)
+
+        monkeypatch.setattr(model, "get_output_embeddings", Large)
+        chunks = train_math.response_log_probs(model, batch, 1.0)
+        assert sizes == [256, len(response) + 99 - 256]
+        assert torch.allclose(chunks, whole, atol=1e-5)
+        Large.weight = range(2**14)
+        sizes.clear()
+        train_math.response_log_probs(model, batch, 1.0)
+        assert sizes == [256, len(response) + 99 - 256]
+        Large.weight = range(2**13)
+        sizes.clear()
+        train_math.response_log_probs(model, batch, 1.0)
+        assert sizes == [len(response) + 99]
+
+    def test_keep_the_end_token_if_it_is_also_the_pad_token(self):
+        end = pad = 0
+        batch = train_math.MicroBatch([[5, 6], [5]], [[7, end], [8, 9, 7, end]], [0, 1], "cpu")
+        assert batch.ids.tolist() == [[5, 6, 7, end, pad], [5, 8, 9, 7, end]]
+        assert batch.mask.tolist() == [[False, True, True, False], [True, True, True, True]]
+        assert batch.indices == [0, 1] and batch.old_log_probs is batch.advantages is None
+
+    def test_give_the_same_gradient_from_micro_batches_of_1_2_and_all(self, tiny):
+        """The rewards of the second group are equal. It is left out of the forward, and it still
+        counts in the denominator."""
+        model, tokenizer = tiny
+        prompts = encoded(tokenizer, [{"question": "Ann has 3?"}] * 4 + [{"question": "Bob?"}] * 4)
+        responses = [tokenizer("1" * n).input_ids for n in (1, 7, 2, 5, 3, 3, 4, 6)]
+        advantages = group_advantages(torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1]), 4)
+        everything = train_math.MicroBatch(prompts, responses, range(8), "cpu", advantages)
+
+        def gradient(batches):
+            model.zero_grad()
+            for batch in batches:
+                log_probs = train_math.response_log_probs(model, batch, 1.0)
+                old_log_probs = log_probs.detach() - 1e-4
+                loss = gspo_loss(
+                    log_probs, old_log_probs, batch.advantages, batch.mask, denominator=8)
+                loss.backward()
+            return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+        expected = gradient([everything])
+        for tokens, n in (1, 4), (40, 2), (10_000, 1):
+            cfg = settings(micro_batch_tokens=tokens, minibatches=1)
+            (batches,) = train_math.build_minibatches(prompts, responses, advantages, cfg)
+            assert len(batches) == n
+            assert sorted(i for batch in batches for i in batch.indices) == [0, 1, 2, 3]
+            assert all(batch.ids.numel() <= tokens or len(batch.ids) == 1 for batch in batches)
+            assert torch.allclose(gradient(batches), expected, atol=1e-6)
+
+    @pytest.mark.parametrize("tokens", [63, 64, 65, None])
+    def test_are_taken_in_micro_batches_that_fill_the_memory(self, tokens):
+        """Four responses of 16 tokens with their prompts fill 64 tokens; on a CPU, the default is
+        1024 tokens."""
+        prompts = [[5] * 10] * 80
+        responses = [[6] * 6] * 80
+        cfg = settings(micro_batch_tokens=tokens, minibatches=1)
+        (batches,) = train_math.build_minibatches(prompts, responses, torch.ones(80), cfg)
+        most = (tokens or 1024) // 16
+        assert [len(batch.ids) for batch in batches] == [most] * (80 // most) + [80 % most] * (
+            80 % most > 0)
+
+    def test_are_taken_in_minibatches_of_whole_groups(self, fresh):
+        _, tokenizer = fresh
+        prompts = [prompt for prompt in encoded(tokenizer, sums(4)) for _ in range(4)]
+        responses = [[4 + i] * (1 + i % 3) for i in range(16)]
+        advantages = torch.arange(1, 17.0)
+        advantages[4:8] = 0
+        minibatches = train_math.build_minibatches(prompts, responses, advantages, settings())
+        assert len(minibatches) == 3, "one without a gradient is left out"
+        for start, minibatch in zip((0, 8, 12), minibatches):
+            indices = [i for batch in minibatch for i in batch.indices]
+            assert sorted(indices) == list(range(start, start + 4))
+            for batch in minibatch:
+                for i, ids, advantage in zip(batch.indices, batch.ids.tolist(), batch.advantages):
+                    assert (prompts[i] + responses[i] + [0] * 99)[: len(ids)] == ids
+                    assert advantage == advantages[i]
+
+    def test_of_similar_lengths_are_taken_together(self):
+        """Long and short responses alternate; in order of length they need two micro-batches
+        with no padding at all."""
+        responses = [[6] * (30 if i % 2 else 3) for i in range(8)]
+        cfg = settings(micro_batch_tokens=124, minibatches=1)
+        (batches,) = train_math.build_minibatches([[5]] * 8, responses, torch.ones(8), cfg)
+        assert [tuple(batch.ids.shape) for batch in batches] == [(4, 4), (4, 31)]
+
+
+class TestOtherModels:
+    @pytest.mark.parametrize("kind", ["LFM2", "GPT-2", "a short window", "Gemma 3"])
+    def test_sample_and_score_alike_and_train(self, kind):
+        """LFM2 has convolutions, whose state is in the cache beside keys and values. GPT-2 has
+        learned positions, which count from the first token of the prompt and not of the padding.
+        In the others, some or all layers see only the last tokens."""
+        model, tokenizer = model_of(kind, seed=0)
+        prompts = encoded(tokenizer)
+        ends = torch.arange(1, 20)
+        torch.manual_seed(0)
+        responses, sampled = train_math.rollout(model, prompts, 8, 12, 0.7, ends)
+        assert len({len(response) for response in responses}) > 3
+        assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
+        cfg = settings(max_steps=1, max_completion_length=40)
+        train_math.check_model(model, tokenizer, sums(4), cfg, reward=parity_reward)
+        _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=parity_reward)
+        assert row["log_ratio_first_max"] == 0 < row["grad_norm"]

@@ -1,0 +1,24 @@
+"""All published tables follow from the committed logs."""
+from experiments import tables
+
+
+def test_tables_follow_from_the_logs_byte_for_byte():
+    found = tables.tables()
+    assert len(found) > 30
+    for path, text in found.items():
+        assert path.read_text(encoding="utf-8") == text, path
+
+
+def test_no_table_of_the_rivals_is_missed():
+    published = set(tables.rival_report.RESULTS.glob("*.md"))
+    assert published <= tables.tables().keys()
+
+
+def test_the_command_writes_them(tmp_path, monkeypatch, capsys):
+    path = tables.RESULTS / "gsm8k" / "table.md"
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "a" / "b")
+    target = tmp_path / "table.md"
+    monkeypatch.setattr(tables, "tables", lambda: {target: path.read_text(encoding="utf-8")})
+    tables.main()
+    assert target.read_bytes() == path.read_bytes()
+    assert capsys.readouterr().out == "table.md\n"
