@@ -464,8 +464,11 @@ def run_and_capture(decode):
         decode()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode()  # is recorded and not run
+    try:
+        with torch.cuda.graph(graph):
+            decode()  # is recorded and not run
+    except RuntimeError:  # some models, such as mixtures of experts, wait for the CPU in between
+        return decode
     return graph.replay
 
 

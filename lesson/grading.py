@@ -162,7 +162,7 @@ class Grader:
     # ---- limits ----------------------------------------------------------------------------------
 
     @contextmanager
-    def limit(self):
+    def limit(self, cpu_seconds=CPU_SECONDS):
         """Ends a block that takes too long. The limit is CPU time: a slow machine does not matter.
 
         The second limit is for a block that waits, and for systems without the signal. It is a
@@ -171,9 +171,10 @@ class Grader:
         timer.daemon = True
         timer.start()
         self.timer = timer
+        self.cpu_seconds = cpu_seconds
         if HAS_ALARM:
             signal.signal(signal.SIGPROF, self.ring)
-            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
             yield
         finally:
@@ -188,7 +189,7 @@ class Grader:
 
     def ring(self, *_):
         part = self.tests[self.now][0] if self.now else None
-        hint = f"an endless loop? It was ended after {CPU_SECONDS} seconds of CPU time"
+        hint = f"an endless loop? It was ended after {self.cpu_seconds} seconds of CPU time"
         self.loops[part] = self.loops.get(part, 0) + 1
         if part and self.loops[part] >= LOOPS:
             self.dead[part] = hint

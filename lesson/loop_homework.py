@@ -1,54 +1,103 @@
-"""The second homework: train_math.py with four blanks, and its tests.
+"""The second homework: train_math.py with four blanks, its tests, and the grades of a class.
 
-    python lesson/loop_homework.py FOLDER
+    python -m lesson.loop_homework FOLDER                      the hand-out
+    python -m lesson.loop_homework --grade FILES > grades.csv  a row for each file
+    python -m lesson.loop_homework --grade FILES --json        a JSON object on each line
 
-writes FOLDER/train_math.py, where MicroBatch.__init__, response_log_probs, and phases 3 and 4 of
-train_step are still to be written, FOLDER/test_loop.py, which says how to start and to grade, and
-FOLDER/gspo.py, without which nothing runs. Careful: gspo.py answers the first homework, so hand
-this one out after it. Nothing is overwritten.
+The hand-out is FOLDER/train_math.py, in which MicroBatch.__init__, response_log_probs, and phases 3
+and 4 of train_step are still to be written, FOLDER/test_loop.py, which says how to start and how to
+print a grade, and what these two need: gspo.py and grading.py. Nothing is overwritten. Be careful:
+gspo.py is the solution of the first homework, so hand this one out after it.
+
+The four blanks and the whole step count alike. A part has all of its points if all of its tests
+pass, and otherwise at most a third of them, in proportion to the tests that pass. What the remarks
+mean, and what the grader cannot see: `python test_gspo.py --help`. A file takes about ten seconds.
 """
 import argparse
 import ast
 import sys
 from pathlib import Path
 
+from lesson.class_grades import Homework, grade_class
+
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PARTS = ("MicroBatch", "ResponseLogProbs", "Phase3Remember", "Phase4Update", "WholeStep")
 HINTS = {
     "MicroBatch.__init__": """
+        # self.indices: the list of indices.
         # self.ids (b, L): prompt, then response, padded on the right.
         # self.mask (b, L - 1), bool: is ids[:, 1:] a token of the response?
-        # self.advantages (b,): of these rows; None where none are given.""",
+        # self.advantages (b,): of these responses; None if none are given.
+        # self.old_log_probs: None until phase 3.""",
     "response_log_probs": """
     # Begin with the three lines of the docstring, and 0 where batch.mask is 0. Memory can wait.""",
     "phase 3": """
-    # For the lines below: minibatches, from build_minibatches, which takes a prompt for each
-    # response; and in each of their micro-batches old_log_probs, without a gradient.""",
+    # Make `minibatches` with parts.build_minibatches(prompts, responses, advantages, cfg), which
+    # takes a prompt for each response. Give each of their micro-batches its old_log_probs, without
+    # a gradient, by parts.response_log_probs(model, batch, temperature).""",
     "phase 4": """
-    # loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=...) is what
-    # one micro-batch adds to its minibatch's loss. build_minibatches has left out the responses of
-    # advantage 0: what, then, is the denominator? The gradient is clipped to norm 1.
-    # For the metrics: seen, a (batch, detached log-probs, loss as a number) for each loss, and
-    # grad_norms, one for each optimizer step, before the clipping."""}
+    # Of phase 3, use only `minibatches`. loss_function(log_probs, old_log_probs, advantages, mask,
+    # eps_low, eps_high, denominator=...) is what one micro-batch adds to the loss of its minibatch.
+    # build_minibatches has left out the responses of advantage 0: what, then, is the denominator?
+    # The gradient is clipped to norm 1. cfg.clip_range() is (eps_low, eps_high). The backward pass
+    # may stand in `with tf32_matmuls():`, which makes it faster on CUDA.
+    # For the metrics: `updates`, for each optimizer step a list of (micro-batch, detached
+    # log-probs, loss as a number), and `grad_norms`, for each the norm before the clipping.""",
+}
 
 
-def statements(lines):
-    """{what is to be written: the statements that answer it}, in the order of the file."""
-    functions = {node.name: node.body for node in ast.walk(ast.parse("\n".join(lines)))
-                 if isinstance(node, ast.FunctionDef)}
-    remember, update = (next(i for i, line in enumerate(lines, 1) if line.startswith(start))
-                        for start in ("    # 3 REMEMBER", "    # 4 UPDATE"))
+def is_end(node):
+    """Whether this statement of train_step is the first one after phase 4."""
+    return isinstance(node, ast.Return) or "FloatingPointError" in ast.unparse(node)
+
+
+def statements(source):
+    """{what is to be written: the statements that answer it}, in the order of the hints."""
+    lines = source.splitlines()
+    functions = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            functions.setdefault(node.name, node.body)
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    functions[f"{node.name}.{method.name}"] = method.body
+    remember, update = (
+        next(i for i, line in enumerate(lines, 1) if line.startswith(start))
+        for start in ("    # 3 REMEMBER", "    # 4 UPDATE"))
     step = functions["train_step"]
-    end = max(node.lineno for node in step if isinstance(node, ast.For))
-    return {"MicroBatch.__init__": functions["__init__"],
-            "response_log_probs": functions["response_log_probs"][1:],
-            "phase 3": [node for node in step if remember < node.lineno < update],
-            "phase 4": [node for node in step if update < node.lineno <= end]}
+    end = next(node.lineno for node in step if is_end(node))
+    return {
+        "MicroBatch.__init__": without_docstring(functions["MicroBatch.__init__"]),
+        "response_log_probs": without_docstring(functions["response_log_probs"]),
+        "phase 3": [node for node in step if remember < node.lineno < update],
+        "phase 4": [node for node in step if update < node.lineno < end],
+    }
+
+
+def without_docstring(body):
+    first = body[0]
+    has_one = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return body[1:] if has_one else body
+
+
+def homework():
+    return Homework(
+        tests=HERE / "test_loop.py",
+        variable="LOOP",
+        reference=ROOT / "train_math.py",
+        parts=PARTS,
+        pieces=statements,
+    )
 
 
 def assignment():
     """train_math.py without these statements; docstrings, and the comments before them, stay."""
-    lines = (HERE.parent / "train_math.py").read_text(encoding="utf-8").splitlines()
-    for name, body in reversed(statements(lines).items()):
+    source = (ROOT / "train_math.py").read_text(encoding="utf-8")
+    lines = source.splitlines()
+    answers = statements(source)
+    for name, body in sorted(answers.items(), key=lambda item: -item[1][0].lineno):
         indent = " " * body[0].col_offset
         lines[body[0].lineno - 1:body[-1].end_lineno] = [
             *HINTS[name].splitlines()[1:],
@@ -56,14 +105,10 @@ def assignment():
     return "\n".join(lines) + "\n"
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    folder = parser.parse_args().folder
-    files = {"train_math.py": assignment(),
-             "test_loop.py": (HERE / "test_loop.py").read_text(encoding="utf-8"),
-             "gspo.py": (HERE.parent / "gspo.py").read_text(encoding="utf-8")}
+def hand_out(folder):
+    files = {"train_math.py": assignment()}
+    for path in (HERE / "test_loop.py", HERE / "grading.py", ROOT / "gspo.py"):
+        files[path.name] = path.read_text(encoding="utf-8")
     for name in files:
         if (folder / name).exists():
             print(f"{folder / name} is there already: nothing has been written", file=sys.stderr)
@@ -71,6 +116,22 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m lesson.loop_homework", description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER")
+    parser.add_argument("--grade", type=Path, nargs="+", metavar="FILE", help="grade these files")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of CSV")
+    flags = parser.parse_args()
+    if flags.grade:
+        grade_class(homework(), flags.grade, flags.json)
+    elif flags.folder:
+        hand_out(flags.folder)
+    else:
+        parser.error("give a FOLDER for the hand-out, or --grade and the files")
 
 
 if __name__ == "__main__":

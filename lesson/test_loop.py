@@ -1,22 +1,26 @@
 """The specification of the loop: what goes through the model, what is remembered, the update.
 
-    LOOP=train_math.py python -m pytest -x test_loop.py               the student's loop
-    LOOP=train_math.py python -m pytest -q --tb=no -rN test_loop.py   the grade: a line a blank
-    $env:LOOP="train_math.py"                                         PowerShell, on a line before
+    LOOP=train_math.py python -m pytest -x test_loop.py               work on your own file
+    LOOP=train_math.py python -m pytest -q --tb=no -rN test_loop.py   print its grade
+    $env:LOOP="train_math.py"                                         PowerShell: on a line before
 
-Tests stand in the order of the blanks; the first line of a failure says what to look at, then come
-the numbers. Phases 3 and 4 are tested on a table of six weights in place of a model, where a
-gradient fits on a line, and with the tests' own parts: a mistake in one blank costs no points in
-another. Only the whole step needs all four.
+The tests stand in the order of the blanks. The first line of a failure says what to look at, and
+the numbers follow. Phases 3 and 4 of train_step are tested alone, each with the other phase made by
+the tests: a mistake in one blank costs no points in another. Only the last test needs all blanks.
+The tests find the phases by the comments "# 3 REMEMBER" and "# 4 UPDATE", so keep these comments.
+In place of a language model they use a table of six weights, whose gradient fits on a line.
 """
+import ast
 import importlib.util
 import itertools
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import datasets  # noqa: F401  (it takes a while, which is not to count as the file's own time)
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -27,60 +31,284 @@ PATH = Path(os.environ.get("LOOP") or FOLDER / "train_math.py").resolve()
 END = 1       # the token that ends a response, and in these tests also the one that pads
 WORDS = 6     # 0 to 5
 BLANKS = "MicroBatch", "ResponseLogProbs", "Phase3Remember", "Phase4Update", "WholeStep"
+LOAD_SECONDS = 60
 
 
-# ---- the grader ----------------------------------------------------------------------------------
+# ---- the file under test -------------------------------------------------------------------------
 
 
 def fail(hint, *numbers):
     pytest.fail("\n  ".join([hint, *numbers]), pytrace=False)
 
 
-def check(got, expected, hint, tolerance=1e-5):
-    """One shape, and each element within tolerance, or the test fails with the hint."""
+def check(got, expected, hint, tolerance=1e-5, mistakes=()):
+    """One shape, and each element within tolerance, or the test fails with the hint.
+
+    mistakes: pairs of a wrong result and of what to say, in place of the hint, if it is found."""
     got = torch.as_tensor(got).detach().double()
     expected = torch.as_tensor(expected).detach().double()
-    if got.shape != expected.shape or not ((got - expected).abs() <= tolerance).all():
-        fail(hint, f"got      {got.tolist()}", f"expected {expected.tolist()}")
+
+    def is_close_to(value):
+        value = torch.as_tensor(value).detach().double()
+        return got.shape == value.shape and bool(((got - value).abs() <= tolerance).all())
+
+    if not is_close_to(expected):
+        known = [look_at for value, look_at in mistakes if is_close_to(value)]
+        numbers = f"got      {got.tolist()}", f"expected {expected.tolist()}"
+        fail([*known, hint][0], *numbers)
 
 
-class Grade:
-    """Prints a line a blank: tests passed, and what to look at first."""
+def place(test):
+    """(blank, kind) of a test's id, or None."""
+    found = re.search("::Test([^:]*)::", test)
+    if found and found[1] in BLANKS:
+        return found[1], "tests"
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_terminal_summary(self, terminalreporter):
-        yield
-        terminalreporter.section(f"grade of {PATH.name}: tests passed, and what to look at first")
-        reports = [report for report in itertools.chain(*terminalreporter.stats.values())
-                   if getattr(report, "when", "") == "call"]
-        for blank in BLANKS:
-            own = [report for report in reports if f"::Test{blank}::" in report.nodeid]
-            missed = [report for report in own if not report.passed]
-            line = f"{blank:18}{len(own) - len(missed):3} of {len(own)}"
-            for report in missed[:1]:
-                crash = getattr(report.longrepr, "reprcrash", None)  # a skipped test has none
-                hint = crash.message if crash else "skipped, which is not passed"
-                line += "  " + hint.partition("\n")[0].removeprefix("Failed: ")
-            terminalreporter.line(line)
+
+def load():
+    """The module under test. If it does not load, the run ends with one line that says why."""
+    sys.path[:0] = [str(PATH.parent), str(FOLDER)]  # where its gspo.py is
+    spec = importlib.util.spec_from_file_location("loop_under_test", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception) as error:
+        pytest.exit(f"{PATH.name} does not load: {error!r}", returncode=2)
+    return module
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded(request):
-    """Loads the file under test; where it does not load, the run ends with one line."""
+    """Loads the file under test, and grades it if LOOP names one."""
     global loop
-    sys.path[:0] = [str(PATH.parent), str(FOLDER)]  # where its gspo.py is
-    spec = importlib.util.spec_from_file_location("loop_under_test", PATH)
-    loop = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loop
-    try:
-        spec.loader.exec_module(loop)
-    except (Exception, SystemExit) as error:
-        pytest.exit(f"{PATH.name} does not load: {error!r}", returncode=2)
-    if "LOOP" in os.environ:
-        request.config.pluginmanager.register(Grade())
+    if "LOOP" not in os.environ:
+        loop = load()
+        return
+    spec = importlib.util.spec_from_file_location("grading", HERE / "grading.py")
+    grading = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(grading)
+    os._exit = sys.exit            # leaving with exit code 0 is no success
+    grade = grading.Grader(request.session, PATH, place, {"tests": 100})
+    with grade.limit(LOAD_SECONDS):
+        loop = load()
+    grade.reset_torch()
+    request.config.pluginmanager.register(grade)
+
+
+# ---- the phases of train_step --------------------------------------------------------------------
+
+
+def split_train_step():
+    """(the function, what stands before phase 3, phase 3, phase 4), as syntax trees."""
+    source = PATH.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    steps = [node for node in functions if node.name == "train_step"]
+    if not steps:
+        fail(f"{PATH.name} has no function train_step")
+    step = steps[0]
+    marks = []
+    for comment in ("# 3 REMEMBER", "# 4 UPDATE"):
+        numbers = range(step.lineno, step.end_lineno + 1)
+        found = [n for n in numbers if lines[n - 1].strip().startswith(comment)]
+        if not found:
+            fail(f'keep the comment "{comment}" in train_step: the tests find the phase by it')
+        marks.append(found[0])
+    parts = [[], [], []]
+    for node in step.body:
+        if isinstance(node, ast.Return) or "FloatingPointError" in ast.unparse(node):
+            break
+        parts[sum(mark < node.lineno for mark in marks)].append(node)
+    return step, *parts
+
+
+def phase(number):
+    """train_step up to the end of one phase. The function returns its local variables.
+
+    Phase 4 does not run phase 3: it gets `minibatches` and `prompts` from the tests."""
+    step, before, remember, update = split_train_step()
+    if number == 3:
+        body = before + remember
+    else:
+        given = "prompts, minibatches = the_tests_make_them(rollout, advantages, cfg)"
+        body = before + ast.parse(given).body + update
+    body = body + ast.parse("return locals()").body
+    function = ast.FunctionDef("one_phase", step.args, body, decorator_list=[])
+    tree = ast.fix_missing_locations(ast.Module([function], type_ignores=[]))
+    exec(compile(tree, str(PATH), "exec"), vars(loop))
+    return vars(loop).pop("one_phase")
 
 
 # ---- what the tests run it on --------------------------------------------------------------------
+
+
+def tokens(words):
+    """ "23. 4." is [[2, 3, END], [4, END]]."""
+    return [[END if letter == "." else int(letter) for letter in word] for word in words.split()]
+
+
+PROMPTS = tokens("2 33 444 5555")
+RESPONSES = tokens("23. 4. 550. . 0. 34. 2. 503. 44. . 025. 3. 5. 20. . 433.")  # four to each
+ADVANTAGES = torch.tensor([3, -1, -1, -1, 2, 2, -2, -2]).repeat(2) / 4
+TOKENS = torch.tensor([(response + [0, 0, 0])[:4] for response in RESPONSES])
+MASK = torch.arange(4) < torch.tensor([[len(response)] for response in RESPONSES])
+TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the weight of each word, whatever stands before
+
+
+def log_probs_of(weights, batch, temperature=1.0):
+    return (weights / temperature).log_softmax(dim=0)[batch.ids[:, 1:]] * batch.mask
+
+
+class Table(torch.nn.Module):
+    """A policy of six weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Parameter(TABLE.clone())
+        self.device = self.weights.device
+
+
+class Run:
+    """What happens when one phase of the file runs on the table, with parts of the tests' own."""
+
+    def __init__(self, number, advantages=ADVANTAGES, **settings):
+        self.number = number
+        self.policy = Table()
+        self.prompts = None  # what build_minibatches was given
+        self.asked = []      # (micro-batch, temperature) of each forward
+        self.losses = []     # the arguments of each loss
+        self.weights = []    # before each optimizer step, and the gradient that it met
+        self.gradients = []
+        self.advantages = advantages
+        self.built = None    # what build_minibatches returned last, or the tests' own minibatches
+        optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
+        optimizer.register_step_pre_hook(self.before_step)
+        size = {"group_size": 4, "prompts_per_step": 4, "minibatches": 2, "max_steps": 1}
+        cfg = loop.Settings(device="cpu", learning_rate=0.5, **size, **settings)
+        sampled = loop.Rollout(PROMPTS, RESPONSES, [""] * 16, torch.zeros(16, 4))
+        stubs = {
+            "sample": lambda *_, **__: sampled,
+            "build_minibatches": self.build,
+            "response_log_probs": self.log_probs,
+            "the_tests_make_them": self.make,
+        }
+        replaced = {
+            "reward": lambda **columns: [0.0] * 16,
+            "group_advantages": lambda *_: advantages,
+            "build_minibatches": self.build,
+            "response_log_probs": self.log_probs,
+            "loss": self.loss,
+        }
+        questions = [{"question": ""}] * 4
+        try:
+            with mock.patch.multiple(loop, create=True, **stubs):
+                self.locals = phase(number)(
+                    self.policy, None, optimizer, questions, 1, cfg, **replaced)
+        except NotImplementedError:
+            fail(f"phase {number} is still to be written")
+        except NameError as error:
+            fail(f"{error} (phase 4 gets only minibatches from phase 3)")
+        if self.built is None:
+            fail("build_minibatches makes the minibatches: call it in phase 3")
+        if not isinstance(self.locals, dict):
+            fail(f"phase {number} ends train_step: the metrics below it need to be returned")
+
+    def value(self, name):
+        if name not in self.locals:
+            fail(f"the lines below phase {self.number} need the variable {name}")
+        return self.locals[name]
+
+    @staticmethod
+    def micro_batches(advantages):
+        """Two minibatches of eight responses, in micro-batches of up to three. Responses without
+        advantage are left out, and so is a minibatch of such responses alone."""
+        minibatches = []
+        for minibatch in torch.arange(16).split(8):
+            minibatch = minibatch[advantages[minibatch] != 0]
+            if len(minibatch) == 0:
+                continue
+            minibatches.append([])
+            for rows in minibatch.split(3):
+                first = torch.tensor([[PROMPTS[i // 4][-1]] for i in rows.tolist()])
+                minibatches[-1].append(SimpleNamespace(
+                    indices=rows.tolist(),
+                    ids=torch.cat([first, TOKENS[rows]], dim=1),
+                    mask=MASK[rows],
+                    advantages=advantages[rows],
+                    old_log_probs=None))
+        return minibatches
+
+    def build(self, prompts, *_):
+        self.prompts = prompts
+        self.built = self.micro_batches(self.advantages)
+        return self.built
+
+    def make(self, *_):
+        """What phase 3 leaves behind. These old log-probs are no policy's, to be recognised."""
+        self.built = self.micro_batches(self.advantages)
+        for batch in itertools.chain(*self.built):
+            batch.old_log_probs = -0.5 * batch.mask * (1 + torch.tensor(batch.indices)[:, None])
+        return [prompt for prompt in PROMPTS for _ in range(4)], self.built
+
+    def log_probs(self, model, batch, temperature):
+        self.asked.append((batch, temperature))
+        return log_probs_of(model.weights, batch, temperature)
+
+    def loss(self, log_probs, old, advantages, mask, eps_low, eps_high, denominator=None):
+        """REINFORCE's: without a ratio, so that its gradient does not depend on old log-probs."""
+        eps = eps_low, eps_high
+        self.losses.append(SimpleNamespace(
+            log_probs=log_probs, old=old, advantages=advantages, mask=mask, eps=eps))
+        mean = (log_probs * mask).sum(dim=1) / mask.sum(dim=1)
+        return -(advantages * mean).sum() / (denominator or len(advantages))
+
+    def before_step(self, *_):
+        gradient = self.policy.weights.grad
+        if gradient is None:
+            gradient = torch.zeros(WORDS)
+        self.gradients.append(gradient.clone())
+        self.weights.append(self.policy.weights.detach().clone())
+
+    def by_hand(self, step, minibatch=None, denominators=None):
+        """The gradient of optimizer step 0, 1, ...: minus the sum of A / 8 times (the share of
+        each word in the response, minus its probability), at the weights as they were.
+
+        minibatch: other micro-batches than this step's; denominators: another 8 for each."""
+        total = torch.zeros(WORDS)
+        for k, batch in enumerate(self.built[step % 2] if minibatch is None else minibatch):
+            for i, advantage in zip(batch.indices, batch.advantages):
+                share = torch.eye(WORDS)[RESPONSES[i]].mean(dim=0)
+                scale = advantage / (denominators[k] if denominators else 8)
+                total -= scale * (share - self.weights[step].softmax(dim=0))
+        return total
+
+    def check_gradient(self, step, hint):
+        """The gradient of this optimizer step, told apart from known mistakes."""
+        if len(self.gradients) <= step:
+            fail(f"optimizer step {step + 1} is missing")
+        right = self.by_hand(step)
+        minibatch = self.built[step % 2]
+        sizes = [len(batch.indices) for batch in minibatch]
+        last = self.by_hand(step, minibatch[-1:])
+        known = [
+            (torch.zeros(WORDS), "the gradient is 0: loss.backward() must come before the step"),
+            (-right, "the sign of the gradient: descend on the loss as it is"),
+            (last, "zero_grad between the micro-batches loses the gradient of all but the last"),
+            (right * 8 / sum(sizes), "the denominator counts the responses of advantage 0, too"),
+            (right * 8 / 16, "the denominator is for one minibatch, not for the whole rollout"),
+            (right / len(minibatch), "the denominator is the same for all micro-batches: the "
+             "responses of the minibatch, and nothing is divided again by their number"),
+            (self.by_hand(step, denominators=sizes), "the denominator is that of the minibatch: "
+             "without one, the loss is the mean over the micro-batch"),
+        ]
+        if step > 0:
+            earlier = sum(self.gradients[:step])
+            known.append((right + self.gradients[step - 1], f"step {step + 1} still holds the "
+                          "gradient of the step before: zero_grad"))
+            known.append((right + earlier, f"step {step + 1} still holds the gradients of the "
+                          "steps before: zero_grad"))
+        check(self.gradients[step], right, hint, mistakes=known)
 
 
 def tiny_qwen():
@@ -98,96 +326,6 @@ def tiny_qwen():
     return Qwen3ForCausalLM(config).eval()
 
 
-def tokens(words):
-    """ "23. 4." is [[2, 3, END], [4, END]]."""
-    return [[END if letter == "." else int(letter) for letter in word] for word in words.split()]
-
-
-PROMPTS = tokens("2 33 444 5555")
-RESPONSES = tokens("23. 4. 550. . 0. 34. 2. 503. 44. . 025. 3. 5. 20. . 433.")  # four to each
-ADVANTAGES = torch.tensor([3, -1, -1, -1, 2, 2, -2, -2]).repeat(2) / 4
-TOKENS = torch.tensor([(response + [0, 0, 0])[:4] for response in RESPONSES])
-MASK = torch.arange(4) < torch.tensor([[len(response)] for response in RESPONSES])
-TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the weight of each word, whatever stands before
-
-
-def train_step(model, optimizer, rewards, parts, **settings):
-    """The file's own train_step on these responses, rewards and parts."""
-    sampled = PROMPTS, RESPONSES, [""] * 16, torch.zeros(16, 4)
-    questions = [{"question": ""}] * 4
-    cfg = loop.Settings(device="cpu", group_size=4, prompts_per_step=4, minibatches=2, max_steps=1,
-                        **settings)
-
-    def reward(**columns):
-        return rewards.tolist()
-
-    with mock.patch.object(loop, "sample", return_value=sampled):
-        return loop.train_step(model, None, optimizer, questions, 1, cfg, reward, **parts)
-
-
-class Update:
-    """A train_step on the table, with parts of the tests' own, and what it did with them."""
-
-    def __init__(self, advantages=ADVANTAGES, **settings):
-        self.policy = torch.nn.ParameterList([TABLE.clone()])
-        self.asked = []      # (micro-batch, temperature) of each forward
-        self.losses = []     # what the loss was given, and how many optimizer steps before
-        self.weights = []    # before each optimizer step, and the gradient that it met
-        self.gradients = []
-        optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
-        optimizer.register_step_pre_hook(self.before_step)
-        parts = {
-            "group_advantages": lambda *_: advantages,
-            "build_minibatches": self.build,
-            "response_log_probs": self.log_probs,
-            "loss": self.loss}
-        with mock.patch.object(loop, "metrics", return_value={}) as metrics:
-            train_step(self.policy, optimizer, advantages, parts, learning_rate=0.5, **settings)
-        self.grad_norms = metrics.call_args.args[4]
-
-    def build(self, prompts, responses, advantages, cfg):
-        """Minibatches of eight responses, in micro-batches of up to three; A = 0 is left out."""
-        self.prompts = prompts
-        self.built = []
-        for minibatch in torch.arange(16).split(8):
-            parts = minibatch[advantages[minibatch] != 0].split(3)
-            self.built.append([
-                SimpleNamespace(
-                    rows=rows,
-                    tokens=TOKENS[rows],
-                    mask=MASK[rows],
-                    advantages=advantages[rows])
-                for rows in parts])
-        return [minibatch for minibatch in self.built if minibatch]
-
-    def log_probs(self, model, batch, temperature):
-        self.asked.append((batch, temperature))
-        return (model[0] / temperature).log_softmax(dim=0)[batch.tokens] * batch.mask
-
-    def loss(self, log_probs, old, advantages, mask, eps_low, eps_high, denominator=None):
-        """REINFORCE's: without any ratio, so that old log-probs do not matter here."""
-        self.losses.append((old, advantages, eps_low, eps_high, len(self.gradients)))
-        mean = (log_probs * mask).sum(dim=1) / mask.sum(dim=1)
-        return -(advantages * mean).sum() / (denominator or len(advantages))
-
-    def before_step(self, *_):
-        gradient = self.policy[0].grad
-        if gradient is None:
-            gradient = torch.zeros(WORDS)
-        self.gradients.append(gradient.clone())
-        self.weights.append(self.policy[0].detach().clone())
-
-    def by_hand(self, step):
-        """The gradient of optimizer step 0, 1, ...: minus the sum of A / 8 times (the share of
-        each word in the response, minus its probability), at the weights as they were."""
-        total = torch.zeros(WORDS)
-        for batch in self.built[step % 2]:
-            for i, advantage in zip(batch.rows, batch.advantages):
-                share = torch.eye(WORDS)[RESPONSES[i]].mean(dim=0)
-                total -= advantage / 8 * (share - self.weights[step].softmax(dim=0))
-        return total
-
-
 # ---- the four blanks, and all together -----------------------------------------------------------
 
 
@@ -195,131 +333,284 @@ class TestMicroBatch:
     PROMPTS = tokens("22 3 4444")
     ANSWERS = tokens("50. 555 .")  # the second was cut: it has no end token
 
-    def made(self, rows, advantages=None):
-        return loop.MicroBatch(self.PROMPTS, self.ANSWERS, rows, "cpu", advantages)
+    def made(self, rows, advantages=None, device="cpu"):
+        return loop.MicroBatch(self.PROMPTS, self.ANSWERS, rows, device, advantages)
+
+    def test_ids_are_the_prompt_then_the_response(self):
+        batch = self.made([1, 0])
+        first, second = tokens("3555 2250.")
+        hint = "ids: prompt, then response, of the rows asked for, padded on the right"
+        if batch.ids.shape != (2, 5):
+            fail(f"ids have the shape (b, L), here (2, 5), not {tuple(batch.ids.shape)}")
+        check(batch.ids[0, :4], first, hint, mistakes=[
+            (second[:4], "ids: in the order of the rows asked for"),
+            (tokens("5553")[0], "ids: the prompt comes before the response")])
+        check(batch.ids[1], second, hint)
 
     def test_mask_is_1_on_the_response_as_predicted_a_column_earlier(self):
         mask = self.made([0, 1, 2]).mask
-        expected = tokens("0111 1110 0001")
-        check(mask, expected, "mask (b, L - 1) is about ids[:, 1:]: 1 on response tokens alone")
+        hint = "mask (b, L - 1) is about ids[:, 1:]: 1 on response tokens alone"
+        check(mask, tokens("0111 1110 0001"), hint, mistakes=[
+            (tokens("00111 01110 00001"), "the mask is about ids[:, 1:], so it has L - 1 columns"),
+            (tokens("0011 0111 0000"), "the mask is a column too late: position t predicts t + 1"),
+            (tokens("0011 0110 0000"), "the mask is a column too late: position t predicts t + 1"),
+            (tokens("1111 1110 1111"), "the mask is 0 on the prompt"),
+            (tokens("0111 1111 0001"), "the mask is 0 on padding"),
+            (tokens("0110 1110 0000"), "the end token belongs to the response")])
 
     def test_mask_keeps_the_end_token_where_it_is_the_pad_token(self):
         mask = self.made([0, 2]).mask
         check(mask.sum(dim=1), [3, 1], "the end token belongs to the response: take lengths, "
               "not `ids != pad`, since a model's pad token may be its end token")
 
-    def test_ids_and_advantages_are_of_the_rows_asked_for_in_this_order(self):
+    def test_mask_is_boolean(self):
+        mask = self.made([0, 2]).mask
+        if mask.dtype != torch.bool:
+            fail(f"mask: a boolean tensor, not {mask.dtype}, as it also indexes")
+
+    def test_advantages_are_of_the_rows_asked_for_in_this_order(self):
         batch = self.made([1, 0], torch.tensor([0.5, -1.0, 2.0]))
-        first, second = tokens("3555 2250.")
-        check(batch.ids[0, :4], first, "ids: prompt, then response, padded on the right")
-        check(batch.ids[1], second, "ids: prompt, then response, of the rows asked for")
-        check(batch.advantages, [-1.0, 0.5], "advantages[rows]: each response keeps its own")
+        hint = "advantages (b,): each response keeps its own"
+        check(batch.advantages, [-1.0, 0.5], hint, mistakes=[
+            ([0.5, -1.0], "advantages: of the rows asked for, in their order"),
+            ([0.5, -1.0, 2.0], "advantages: only of the rows asked for")])
+        if self.made([1, 0]).advantages is not None:
+            fail("advantages: None if none are given")
+
+    def test_is_on_the_device_asked_for(self):
+        """The meta device is a device like any other, on every machine."""
+        batch = self.made([0, 1], torch.tensor([0.5, -1.0, 2.0]), device="meta")
+        for name in "ids", "mask", "advantages":
+            device = getattr(batch, name).device.type
+            if device != "meta":
+                fail(f"{name}: on the device asked for (.to(device)), not on {device}")
 
 
 class TestResponseLogProbs:
+    ONE = SimpleNamespace(ids=torch.tensor([[2, 3]]), mask=torch.tensor([[True]]))
+    ROW = SimpleNamespace(ids=torch.tensor([[2, 3, 5, 0]]), mask=torch.ones(1, 3).bool())
     BATCH = SimpleNamespace(
         ids=torch.tensor(tokens("2250. 354.. 4444.")),
         mask=torch.tensor(tokens("0111 1110 0001")).bool())
 
+    def got(self, batch, temperature=1.0):
+        """In CPU tensors, and all columns of ids but one."""
+        log_probs = loop.response_log_probs(tiny_qwen(), batch, temperature)
+        if not isinstance(log_probs, torch.Tensor):
+            fail(f"response_log_probs returns a tensor, not a {type(log_probs).__name__}")
+        if log_probs.shape != batch.mask.shape:
+            fail(f"log-probs (b, L - 1) as the mask, here {tuple(batch.mask.shape)}, not "
+                 f"{tuple(log_probs.shape)}")
+        return log_probs
+
+    @staticmethod
+    def logits(batch):
+        """(b, L, V): the tiny model's."""
+        return tiny_qwen()(batch.ids).logits.detach()
+
+    def test_of_one_token_is_its_log_probability(self):
+        logits = self.logits(self.ONE)
+        before, at = logits[0].log_softmax(dim=-1)
+        hint = "log softmax of the logits, at the token that follows"
+        check(self.got(self.ONE), [[before[3]]], hint, 1e-4, mistakes=[
+            ([[logits[0, 0, 3]]], "this is the logit: log_softmax is missing"),
+            ([[before[3].exp()]], "this is the probability: take its log"),
+            ([[-before[3]]], "the sign: a log-prob is not above 0"),
+            ([[at[3]]], "logits[:, t] predict ids[:, t + 1]: these are a position too late"),
+            ([[before[2]]], "this is the log-prob of the token itself: take ids[:, 1:]")])
+
+    def test_divides_the_logits_by_the_temperature(self):
+        logits = self.logits(self.ONE)[0, 0]
+        expected = (logits / 0.5).log_softmax(dim=-1)[3]
+        hint = "log softmax(logits / temperature)"
+        check(self.got(self.ONE, 0.5), [[expected]], hint, 1e-4, mistakes=[
+            ([[logits.log_softmax(dim=-1)[3]]], "the temperature has no effect"),
+            ([[(logits * 0.5).log_softmax(dim=-1)[3]]], "divide by the temperature"),
+            ([[logits.log_softmax(dim=-1)[3] / 0.5]], "divide the logits, before log_softmax")])
+
+    def test_predicts_each_token_from_those_before_it(self):
+        """A row of four tokens: three are predicted, and logits[:, t] predict ids[:, t + 1]."""
+        table = self.logits(self.ROW)[0].log_softmax(dim=-1)
+        ids = self.ROW.ids[0]
+        expected = [[table[t, ids[t + 1]] for t in range(3)]]
+        hint = "logits[:, t] predict ids[:, t + 1]: logits[:, :-1] belong to ids[:, 1:]"
+        check(self.got(self.ROW), expected, hint, 1e-4, mistakes=[
+            ([[table[t + 1, ids[t + 1]] for t in range(3)]], f"no shift: {hint}"),
+            ([[table[t, ids[t]] for t in range(3)]], f"no shift: {hint}")])
+
+    def test_is_0_off_the_mask(self):
+        got = self.got(self.BATCH)
+        off = got[~self.BATCH.mask]
+        check(off, torch.zeros(len(off)), "0 on the prompt and on padding, where the mask is 0", 0)
+
+    def test_is_that_of_each_row(self):
+        """Each response token of three rows from a forward of its own, over what is before it."""
+        expected = self.token_by_token(tiny_qwen(), self.BATCH, 1.0)
+        check(self.got(self.BATCH), expected, "each log-prob at its row and column: b and L", 1e-4)
+
     def token_by_token(self, model, batch, temperature):
-        """Each response token from a forward of its own, over what stands before it."""
         expected = torch.zeros(3, 4)
         for i, t in batch.mask.nonzero().tolist():
             logits = model(batch.ids[i:i + 1, :t + 1]).logits[0, -1]
             expected[i, t] = (logits / temperature).log_softmax(dim=0)[batch.ids[i, t + 1]]
         return expected
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.5])
-    def test_equals_a_forward_for_each_token(self, temperature):
-        got = loop.response_log_probs(tiny_qwen(), self.BATCH, temperature)
-        expected = self.token_by_token(tiny_qwen(), self.BATCH, temperature)
-        check(got, expected, "log softmax(logits / temperature) at the token, where logits[:, t] "
-              f"predict ids[:, t + 1]; 0 off the mask (temperature {temperature})", 1e-4)
-
     def test_carries_the_gradient_to_the_model(self):
         gradients = []
         for log_probs in loop.response_log_probs, self.token_by_token:
             model = tiny_qwen()
-            log_probs(model, self.BATCH, 1.0).sum().backward()
+            value = log_probs(model, self.BATCH, 1.0).sum()
+            if not value.requires_grad:
+                fail("no gradient: the update needs that of the log-probs, so nothing is detached")
+            value.backward()
             gradients.append(model.get_input_embeddings().weight.grad)
+        if gradients[0] is None:
+            fail("no gradient reaches the model's first layer: is something detached on the way?")
         check(*gradients, "the gradient is that of the log-probs, all the way down", 1e-3)
 
 
 class TestPhase3Remember:
-    def test_each_response_has_its_own_prompt(self):
-        got = [PROMPTS.index(prompt) for prompt in Update().prompts]
-        check(got, torch.arange(16) // 4, "build_minibatches takes a prompt for each response: "
-              "each of them group_size times, side by side (here are their numbers)")
+    def test_build_minibatches_gets_a_prompt_for_each_response(self):
+        prompts = Run(3).prompts
+        if len(prompts) != 16:
+            fail(f"build_minibatches takes a prompt for each response, here 16, not {len(prompts)}")
+        got = [PROMPTS.index(prompt) for prompt in prompts]
+        check(got, torch.arange(16) // 4, "a prompt for each response: each of them group_size "
+              "times, side by side (these are their numbers)", mistakes=[
+            (torch.arange(16) % 4, "each prompt group_size times side by side, not all in turn")])
 
-    def test_old_log_probs_are_of_the_policy_that_sampled_taken_once(self):
-        update = Update(epochs=2)
-        for (old, *_, steps), batch in zip(update.losses, 2 * sum(update.built, [])):
-            before = TABLE.log_softmax(dim=0)[batch.tokens] * batch.mask
-            check(old, before, "old log-probs: taken once, before any optimizer step "
-                  f"({steps} before this loss)", 0)
-            if old.requires_grad:
+    def test_minibatches_are_those_of_build_minibatches(self):
+        run = Run(3)
+        minibatches = run.value("minibatches")
+        if [[*map(id, part)] for part in minibatches] != [[*map(id, part)] for part in run.built]:
+            fail("minibatches: what build_minibatches returns, for phase 4")
+
+    def test_each_micro_batch_has_old_log_probs_of_the_policy_that_sampled(self):
+        run = Run(3)
+        for k, batch in enumerate(itertools.chain(*run.built)):
+            if batch.old_log_probs is None:
+                fail(f"micro-batch {k + 1} of {sum(map(len, run.built))} has no old_log_probs")
+            before = log_probs_of(TABLE, batch)
+            check(batch.old_log_probs, before, "old_log_probs: response_log_probs of the policy", 0)
+
+    def test_old_log_probs_are_without_a_gradient(self):
+        run = Run(3)
+        for batch in itertools.chain(*run.built):
+            if batch.old_log_probs is None or batch.old_log_probs.requires_grad:
                 fail("old log-probs are numbers: take them under torch.no_grad()")
 
-    def test_old_and_new_log_probs_come_from_the_same_micro_batches(self):
-        update = Update()
-        built = sum(update.built, [])
-        numbers = {id(batch): i for i, batch in enumerate(built)}
-        got = [numbers.get(id(batch), -1) for batch, _ in update.asked]
-        check(got, 2 * list(range(6)), "a forward of each micro-batch for old log-probs, one for "
-              "new: other padding rounds otherwise (-1: build_minibatches has not made this one)")
+    def test_old_log_probs_are_at_the_temperature_of_the_sampling(self):
+        got = [temperature for _, temperature in Run(3, temperature=0.8).asked]
+        check(got, [0.8] * 6, "a forward of each micro-batch (here 6) at cfg.temperature")
 
-    def test_old_and_new_log_probs_are_at_the_temperature_of_the_sampling(self):
-        got = [temperature for _, temperature in Update(temperature=0.8).asked]
-        check(got, [0.8] * len(got), "cfg.temperature, for old and for new log-probs")
+    def test_changes_no_weight(self):
+        run = Run(3)
+        check(run.policy.weights, TABLE, "phase 3 only looks: the weights stay as they are", 0)
+
+    def test_takes_no_minibatch_where_all_rewards_of_a_group_are_equal(self):
+        if Run(3, 0 * ADVANTAGES).value("minibatches"):
+            fail("build_minibatches may return no minibatch: then there is nothing to remember")
 
 
 class TestPhase4Update:
     def test_takes_one_optimizer_step_for_each_minibatch_of_each_epoch(self):
-        check(len(Update(epochs=3).gradients), 6, "optimizer steps: minibatches x epochs, here 2 x "
-              "3 (not one a micro-batch, not one a rollout)")
+        run = Run(4, epochs=3)
+        check(len(run.gradients), 6, "optimizer steps: minibatches x epochs, here 2 x 3", mistakes=[
+            (18, "one optimizer step for each minibatch, not one for each micro-batch"),
+            (3, "one optimizer step for each minibatch, not one for each epoch"),
+            (2, "cfg.epochs passes over the minibatches, not one"),
+            (0, "optimizer.step() is never called"),
+            (1, "one optimizer step for each minibatch of each epoch, not one for all")])
+
+    def test_takes_all_minibatches_and_then_all_again(self):
+        run = Run(4, epochs=2)
+        numbers = {id(batch): i for i, batch in enumerate(itertools.chain(*run.built))}
+        got = [numbers.get(id(batch), -1) for batch, _ in run.asked]
+        first, second = [0, 1, 2], [3, 4, 5]
+        hint = "a forward of each micro-batch of phase 3 in each epoch (these are their numbers)"
+        check(got, 2 * (first + second), hint, mistakes=[
+            (2 * first + 2 * second, "all minibatches, then all again: epochs are the outer loop"),
+            (first + second, "cfg.epochs passes over the minibatches, not one")])
+
+    def test_has_new_log_probs_at_the_temperature_of_the_sampling(self):
+        got = [temperature for _, temperature in Run(4, temperature=0.8).asked]
+        check(got, [0.8] * 6, "a forward of each micro-batch (here 6) at cfg.temperature")
+
+    def test_gives_the_loss_what_it_asks_for(self):
+        run = Run(4, eps_low=0.01, eps_high=0.02)
+        batches = list(itertools.chain(*run.built))
+        check(len(run.losses), len(batches), "a loss for each micro-batch of each epoch (here 6)")
+        for got, batch in zip(run.losses, batches):
+            if not got.log_probs.requires_grad:
+                fail("the loss's first argument: the new log-probs, with their gradient")
+            hint = "the loss's old log-probs: batch.old_log_probs, as remembered in phase 3"
+            check(got.old, batch.old_log_probs, hint, 0, mistakes=[
+                (got.log_probs, "the old log-probs are taken anew: the ratio would always be 1")])
+            check(got.advantages, batch.advantages, "the loss's advantages: batch.advantages", 0)
+            check(got.mask, batch.mask, "the loss's mask: batch.mask", 0)
+            check(got.eps, (0.01, 0.02), "the clip range: cfg.clip_range()", mistakes=[
+                ((0.02, 0.01), "eps_low comes before eps_high")])
+        if None in Run(4).losses[0].eps:
+            fail("cfg.eps_low and cfg.eps_high may be None: cfg.clip_range() has the values")
 
     def test_sums_micro_batches_to_reinforces_gradient(self):
-        update = Update()
-        check(update.gradients[0], update.by_hand(0), "the first gradient, by hand: micro-batches "
-              "add up, each over the same denominator, responses // minibatches = 8")
+        run = Run(4)
+        run.check_gradient(0, "the first gradient, by hand: micro-batches add up, each over the "
+                           "same denominator, responses // minibatches = 8")
 
     def test_counts_responses_without_gradient_in_the_denominator(self):
-        update = Update(ADVANTAGES.where(torch.arange(16) > 3, 0))
-        check(update.gradients[0], update.by_hand(0), "four of eight responses are left out of the "
-              "forward: the denominator is 8 all the same")
+        run = Run(4, ADVANTAGES.where(torch.arange(16) % 8 > 3, 0))
+        run.check_gradient(0, "four of eight responses are left out of the forward: the "
+                           "denominator is 8 all the same")
 
     def test_starts_each_step_from_a_gradient_of_zero(self):
-        update = Update(epochs=2)
-        for step in range(1, len(update.gradients)):
-            check(update.gradients[step], update.by_hand(step), f"step {step + 1} meets the "
-                  "gradient of its own minibatch alone: zero_grad")
+        run = Run(4)
+        run.check_gradient(1, "step 2 meets the gradient of its own minibatch alone")
 
     def test_clips_a_gradient_to_norm_1_before_the_step(self):
-        update = Update(100 * ADVANTAGES)
-        norm = update.by_hand(0).norm()
-        check(update.gradients[0], update.by_hand(0) / norm, "too long: scaled to norm 1", 1e-4)
-        check(update.grad_norms[0], norm, "grad_norms: the norm before that", 1e-3)
+        run = Run(4, 100 * ADVANTAGES)
+        if not run.gradients:
+            fail("optimizer.step() is never called")
+        right = run.by_hand(0)
+        check(run.gradients[0].norm(), 1.0, "a gradient of norm above 1 is scaled to norm 1", 1e-4,
+              mistakes=[(right.norm(), "the gradient is not clipped to norm 1 before the step")])
+        check(run.value("grad_norms")[0], right.norm(), "grad_norms: the norm before clipping",
+              1e-2, mistakes=[(1.0, "grad_norms: the norm before the clipping, not after")])
 
-    def test_gives_the_loss_log_probs_old_ones_advantages_and_the_clip_range(self):
-        update = Update(eps_low=0.01, eps_high=0.02)
-        for (_, advantages, low, high, _), batch in zip(update.losses, update.built[0]):
-            check(advantages, batch.advantages, "the loss takes log-probs, old ones, advantages")
-            check((low, high), (0.01, 0.02), "cfg.eps_low and cfg.eps_high")
+    def test_keeps_the_updates_for_the_metrics(self):
+        run = Run(4, epochs=2)
+        updates = run.value("updates")
+        check([len(update) for update in updates], [3] * 4,
+              "updates: for each optimizer step, a list of one entry for each micro-batch")
+        entries = list(itertools.chain(*updates))
+        for (batch, log_probs, value), given in zip(entries, 2 * sum(run.built, [])):
+            if batch is not given:
+                fail("updates: (micro-batch, log-probs, loss), in the order of the updates")
+            if log_probs.requires_grad:
+                fail("updates: detach the log-probs, or the graphs fill the memory")
+            if not isinstance(value, float):
+                fail("updates: the loss's .item(), a number")
+        check(len(run.value("grad_norms")), 4, "grad_norms: one for each optimizer step")
+        if not all(isinstance(norm, float) for norm in run.value("grad_norms")):
+            fail("grad_norms: numbers, by .item()")
 
     def test_changes_no_weight_where_all_rewards_of_a_group_are_equal(self):
-        update = Update(0 * ADVANTAGES)
-        check(update.policy[0], TABLE, "no advantages, no update", 0)
+        run = Run(4, 0 * ADVANTAGES)  # there is no minibatch at all
+        check(run.policy.weights, TABLE, "no advantages, no update", 0)
 
 
 class TestWholeStep:
     def test_starts_from_ratios_of_exactly_1_and_learns(self):
         """Word 2 earns 1, word 3 costs 1."""
-        rewards = torch.tensor([1.0 * r.count(2) - r.count(3) for r in RESPONSES])
+        rewards = [float(r.count(2) - r.count(3)) for r in RESPONSES]
         model = tiny_qwen()
         optimizer = torch.optim.SGD(model.parameters())
-        row = train_step(model, optimizer, rewards, {}, learning_rate=0.1, epochs=2)
-        if not isinstance(row["loss"], float):
-            fail("seen: take the loss's .item(), and detach the log-probs, or memory fills up")
+        sampled = loop.Rollout(PROMPTS, RESPONSES, [""] * 16, torch.zeros(16, 4))
+        cfg = loop.Settings(device="cpu", group_size=4, prompts_per_step=4, minibatches=2,
+                            max_steps=1, epochs=2, learning_rate=0.1)
+        with mock.patch.object(loop, "sample", lambda *_, **__: sampled):
+            row = loop.train_step(model, None, optimizer, [{"question": ""}] * 4, 1, cfg,
+                                  reward=lambda **columns: rewards)
         check(row["log_ratio_first_max"], 0.0, "first minibatch: every ratio is exactly 1", 0)
         prompt = torch.tensor(PROMPTS[:1])
         before = tiny_qwen()(prompt).logits[0, -1].softmax(dim=-1)

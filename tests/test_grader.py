@@ -1,6 +1,6 @@
 """The hand-out, the grader of a student's file, and the table of a class.
 
-    python -m pytest tests/test_grader.py             half a minute on a CPU
+    python -m pytest tests/test_grader.py             two minutes on a CPU
 """
 import ast
 import json
@@ -8,17 +8,19 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 
 import pytest
 
-from lesson import teach
-from test_gspo import functions_in, load
+import test_gspo
+from lesson import class_grades, teach
+from lesson.class_grades import functions_of
 
 ROOT = Path(__file__).resolve().parents[1]
-GSPO = (ROOT / "gspo.py").read_text(encoding="utf-8")
-FUNCTIONS = teach.public_functions()
+GSPO = (ROOT / "gspo.py").read_text(encoding="utf-8").partition('\nif __name__ == "__main__"')[0]
+FUNCTIONS = list(teach.BLANKS)
+GIVEN = functions_of(GSPO)
 
 
 def command(*arguments, **options):
@@ -46,27 +48,35 @@ def handed_out(tmp_path_factory):
     return folder
 
 
+def functions_in(path):
+    return functions_of(path.read_text(encoding="utf-8"))
+
+
 class TestHandOut:
+    def test_has_the_assignment_its_tests_and_the_grader(self, handed_out):
+        names = {path.name for path in handed_out.iterdir()}
+        assert names == {"my_gspo.py", "test_gspo.py", "grading.py"}
+
     def test_keeps_the_docstrings_and_no_body(self, handed_out):
         stubs = functions_in(handed_out / "my_gspo.py")
-        given = functions_in(ROOT / "gspo.py")
         assert [*stubs] == FUNCTIONS
         for name, stub in stubs.items():
-            assert ast.get_docstring(stub) == ast.get_docstring(given[name])
-            assert ast.unparse(stub.args) == ast.unparse(given[name].args)
+            assert ast.get_docstring(stub) == ast.get_docstring(GIVEN[name])
+            assert ast.unparse(stub.args) == ast.unparse(GIVEN[name].args)
             assert ast.unparse(stub.body[1:]) == "raise NotImplementedError"
 
     def test_has_no_answer_in_its_tests(self, handed_out):
         """No statement of gspo.py's functions, nor a call of torch that would do the work."""
-        tests = ast.parse((handed_out / "test_gspo.py").read_text(encoding="utf-8"))
-        statements = {ast.unparse(node) for node in ast.walk(tests) if isinstance(node, ast.stmt)}
-        for function in functions_in(ROOT / "gspo.py").values():
-            for node in ast.walk(function):
-                if isinstance(node, (ast.Assign, ast.Return)):
-                    assert ast.unparse(node) not in statements
-        text = (handed_out / "test_gspo.py").read_text(encoding="utf-8")
-        for word in (".log_softmax(", ".gather(", "clamp(", "minimum(", "def right_", "csv"):
-            assert word not in text
+        for name in "test_gspo.py", "grading.py":
+            text = (handed_out / name).read_text(encoding="utf-8")
+            nodes = list(ast.walk(ast.parse(text)))
+            statements = {ast.unparse(node) for node in nodes if isinstance(node, ast.stmt)}
+            for function in GIVEN.values():
+                for node in ast.walk(function):
+                    if isinstance(node, (ast.Assign, ast.Return)):
+                        assert ast.unparse(node) not in statements - {"return None"}
+            for word in (".log_softmax(", ".gather(", "clamp(", "minimum(", "def right_", "csv"):
+                assert word not in text
 
     def test_grades_without_gspo_py(self, handed_out):
         done = command("-m", "pytest", "-x", "-q", "test_gspo.py", cwd=handed_out,
@@ -74,6 +84,14 @@ class TestHandOut:
         assert done.returncode == 1
         assert "group_advantages (or a helper that it calls) is still to be written" in done.stdout
         assert "During handling" not in done.stdout
+        assert re.search("^total .* grade 0.0%$", done.stdout, re.MULTILINE)
+
+    def test_tests_without_the_grader(self, handed_out, tmp_path):
+        for name in "my_gspo.py", "test_gspo.py":
+            (tmp_path / name).write_bytes((handed_out / name).read_bytes())
+        done = command("-m", "pytest", "-x", "-q", "test_gspo.py", cwd=tmp_path,
+                       env={**os.environ, "GSPO": "my_gspo.py"})
+        assert done.returncode == 1 and "is still to be written" in done.stdout
 
     def test_says_how_to_start_where_it_cannot_hand_out(self, handed_out):
         done = command("test_gspo.py", cwd=handed_out)
@@ -81,19 +99,17 @@ class TestHandOut:
         assert done.stderr.count("\n") == 1 and "python -m pytest" in done.stderr
 
     def test_overwrites_nothing(self, tmp_path):
-        (tmp_path / "test_gspo.py").write_text("mine")
-        done = command(ROOT / "lesson" / "teach.py", "--handout", tmp_path)
+        (tmp_path / "grading.py").write_text("mine")
+        done = command(ROOT / "test_gspo.py", "--handout", tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
-        there = tmp_path / "test_gspo.py"
+        there = tmp_path / "grading.py"
         assert done.stderr == f"{there} is there already: nothing has been written\n"
         assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
-    def test_may_be_smaller(self, tmp_path):
-        (tmp_path / "my_gspo.py").write_text(teach.assignment(["sequence_ratio", "gspo_loss"]))
-        stubs = functions_in(tmp_path / "my_gspo.py")
-        given = functions_in(ROOT / "gspo.py")
-        assert [*stubs] == [*given]
-        blank = [name for name in stubs if ast.unparse(stubs[name]) != ast.unparse(given[name])]
+    def test_may_be_smaller(self):
+        stubs = functions_of(teach.assignment(["sequence_ratio", "gspo_loss"]))
+        assert [*stubs] == [*GIVEN]
+        blank = [name for name in stubs if ast.unparse(stubs[name]) != ast.unparse(GIVEN[name])]
         assert blank == ["sequence_ratio", "gspo_loss"]
 
     def test_is_printed_where_no_folder_is_named(self, capsys, monkeypatch):
@@ -101,17 +117,32 @@ class TestHandOut:
         teach.main()
         assert capsys.readouterr().out == teach.assignment([])
 
-    def test_knows_its_functions(self, tmp_path):
+    def test_knows_its_blanks(self, tmp_path):
         new = tmp_path / "new"
-        done = command(ROOT / "lesson" / "teach.py", "--handout", new, "gspo_loss", "gpso_loss")
+        done = command(ROOT / "test_gspo.py", "--handout", new, "gspo_loss", "gpso_loss")
         assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-        assert "no function gpso_loss" in done.stderr and not new.exists()
+        assert "no blank gpso_loss" in done.stderr and not new.exists()
+
+    def test_has_no_blank_for_a_loss_of_ones_own(self, monkeypatch):
+        """A user adds a loss to gspo.py: it is no part of the homework, and gives nothing away."""
+        own = "def my_loss(ratio):\n    return clipped_objective(ratio)\n\n\n"
+        text = GSPO.replace("def clip_fraction(", own + "def clip_fraction(")
+        monkeypatch.setattr(teach, "gspo_source", lambda: text)
+        assert [*functions_of(teach.assignment([]))] == FUNCTIONS
+        assert set(teach.pieces(text)) == set(FUNCTIONS)
+        assert ast.unparse(functions_of(teach.assignment(["gspo_loss"]))["my_loss"]) in own
 
 
 # ---- a class ------------------------------------------------------------------------------------
 
 RATIO = "    return _token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()"
-CLIP = "torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)"
+CLIP = "torch.minimum(ratio * advantages, clipped * advantages)"
+NO_ROOT = RATIO.replace("_token_mean(", "(").replace(", mask).exp()", ").sum(dim=1).exp()")
+NO_GROUP = [
+    ("groups.mean(dim=1, keepdim=True)", "groups.mean()"),
+    ("groups.std(dim=1, keepdim=True)", "groups.std()"),
+    ("    groups = groups - groups[:, :1]\n", ""),
+]
 SIX_LINES = '''
 import torch
 
@@ -220,6 +251,7 @@ PLACE = __file__
 
 '''
 CLASS = {
+    "right": GSPO,
     "six_lines": SIX_LINES,
     "hostile": HOSTILE,
     # right, but sequence_ratio is (B, 1), wants a word, and is looked up in the file's own module
@@ -233,17 +265,30 @@ CLASS = {
         ("sequence_ratio(log_probs, old_log_probs, mask).detach()[:, None]",
          "sequence_ratio(log_probs, old_log_probs, mask, root=True).detach()")),
     # two mistakes a file, in functions that do not meet
-    "no_root, max_for_min": changed(
-        (RATIO, RATIO.replace("_token_mean", "_token_sum")),
-        ("def _loss(", "def _token_sum(x, mask):\n    return x.sum(dim=1)\n\n\ndef _loss("),
-        (CLIP, CLIP.replace("minimum", "maximum"))),
+    "no_root, max_for_min": changed((RATIO, NO_ROOT), (CLIP, CLIP.replace("minimum", "maximum"))),
     "self_call, clip_without_min": changed(
         (RATIO, "    return sequence_ratio(log_probs, old_log_probs, mask)"),
-        (CLIP, "ratio.clamp(1 - eps_low, 1 + eps_high) * advantages")),
-    "sign, swapped_eps": changed(
-        ("return -objective.sum()", "return objective.sum()"),
-        ("(1 - eps_low, 1 + eps_high)", "(1 - eps_high, 1 + eps_low)")),
+        (CLIP, "clipped * advantages")),
+    "sign": changed(("return -objective.sum()", "return objective.sum()")),
+    "sum": changed(("return -objective.sum() / denominator", "return -objective.sum()")),
+    "over_T": changed(("mask.sum(dim=1).clamp(min=1)", "mask.shape[1]")),
+    "no_group": changed(*NO_GROUP),
+    "loss_over_T": changed(
+        ("return _loss(_token_mean(objective, mask), denominator)",
+         "return _loss(_over_T(objective), denominator)")) + """
+
+def _over_T(x):
+    return x.sum(dim=1) / x.shape[1]
+""",
     "no_upcast": changed(("return x.to(torch.promote_types(x.dtype, torch.float32))", "return x")),
+    "crashes": changed(
+        ("    _require(rewards.dim() == 1, rewards=rewards)",
+         "    import ctypes\n    ctypes.string_at(0)"),
+        ("    own = _log_ratio", "    raise KeyboardInterrupt\n    own = _log_ratio")),
+    "globals": GSPO + """
+torch.set_default_dtype(torch.bfloat16)
+torch.set_grad_enabled(False)
+""",
     "imports": "from gspo import *",
     "killed": "import os\nimport signal\nos.kill(os.getpid(), signal.SIGKILL)",
     "loops": "while True:\n    pass",
@@ -251,14 +296,10 @@ CLASS = {
 
 
 @pytest.fixture(scope="module")
-def grades(tmp_path_factory):
-    """{name: its row} of the class above, two at a time."""
-    folder = tmp_path_factory.mktemp("class")
-    for name, text in CLASS.items():
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    with ThreadPoolExecutor(2) as pool:
-        rows = pool.map(teach.grade, [folder / f"{name}.py" for name in CLASS])
-        return dict(zip(CLASS, rows, strict=True))
+def grades():
+    """{name: its row} of the class above."""
+    homework = teach.homework()
+    return {name: class_grades.grade(homework, f"{name}.py", text) for name, text in CLASS.items()}
 
 
 def lost(row, kind):
@@ -268,49 +309,109 @@ def lost(row, kind):
 
 
 class TestPoints:
+    def test_of_a_right_file_are_all(self, grades):
+        row = grades["right"]
+        assert row["grade"] == 100 and lost(row, "maths") == lost(row, "promises") == {}
+
     def test_of_the_six_lines_are_all_of_the_maths(self, grades):
         row = grades["six_lines"]
         assert row["total maths"][0] == row["total maths"][1] > 90
-        assert row["total promises"][0] < row["total promises"][1] / 3
+        assert row["total promises"][0] < row["total promises"][1] / 2
 
     def test_order_by_understanding(self, grades):
-        """In maths a missing upcast costs nothing, swapped eps little, a clip without the min more,
-        the max for the min still more. Nothing is left of sequence_ratio without the root."""
-        assert lost(grades["no_upcast"], "maths") == {}
-        assert 5 <= sum(lost(grades["no_upcast"], "promises").values()) <= 8
-        order = ("sign, swapped_eps", "self_call, clip_without_min", "no_root, max_for_min")
-        clips = [lost(grades[name], "maths")["clipped_objective"] for name in order]
-        assert 3 <= clips[0] < clips[1] < clips[2]
-        assert grades["no_root, max_for_min"]["sequence_ratio maths"][0] == 0
+        """A slip in a shape or a dtype, a naive file, a mistake in the maths, then two of them."""
+        order = [
+            {"right"},
+            {"private"},
+            {"no_upcast"},
+            {"six_lines"},
+            {"no_group", "sign", "sum"},
+            {"self_call, clip_without_min", "no_root, max_for_min"},
+            {"killed"},
+        ]
+        for better, worse in zip(order, order[1:]):
+            least = min(grades[name]["grade"] for name in better)
+            assert least > max(grades[name]["grade"] for name in worse), (better, worse)
+
+    def test_are_counted_by_function(self, grades):
+        """One of eight functions has 3 of 5 tests of the maths wrong, and a promise of 6."""
+        row = grades["no_group"]
+        assert lost(row, "maths") == {"group_advantages": 3}
+        assert lost(row, "promises") == {"group_advantages": 1}
+        maths = 90 * (1 - 2 / 5 / 3) / 8
+        promises = 10 * (1 - 5 / 6 / 3) / 8
+        assert row["grade"] == pytest.approx(100 - maths - promises, abs=0.05)
 
     def test_are_lost_where_the_mistake_is(self, grades):
         row = grades["no_root, max_for_min"]
         assert [*lost(row, "maths")] == ["sequence_ratio", "clipped_objective"]
-        lent = "gspo_loss: tested with a right clipped_objective and sequence_ratio; word for word"
+        lent = "gspo_loss: tested with a right sequence_ratio and clipped_objective"
         assert lent in row["remark"]
 
+    @pytest.mark.parametrize("name", ["sign", "sum"])
+    def test_are_lost_to_a_slip_once(self, grades, name):
+        assert [*lost(grades[name], "maths")] == ["gspo_loss"]
+        assert re.search("grpo_loss: the su?[mi].*, as in gspo_loss", grades[name]["remark"])
+
     def test_lost_to_one_helper_say_so(self, grades):
-        row = grades["sign, swapped_eps"]
-        losses = ["clipped_objective", "gspo_loss", "gspo_token_loss", "grpo_loss"]
-        assert [*lost(row, "maths")] == losses
-        assert "grpo_loss: perhaps gspo_loss's mistake, both call _loss: " in row["remark"]
+        row = grades["loss_over_T"]
+        assert [*lost(row, "maths")] == ["gspo_token_loss", "grpo_loss"]
+        perhaps = "perhaps the mistake is gspo_token_loss's, too, as both call _over_T: "
+        assert f"grpo_loss: {perhaps}" in row["remark"]
+
+    def test_do_not_suspect_a_helper_of_a_function_that_passes(self, grades):
+        """All functions that fail call _log_ratio or _boolean, and so do functions that pass."""
+        assert "perhaps" not in grades["crashes"]["remark"]
+        assert "perhaps" not in grades["no_root, max_for_min"]["remark"]
 
     def test_are_not_lost_to_a_convention_of_ones_own(self, grades):
-        """sequence_ratio's shape is wrong; nothing else is, and nothing is lent in its place."""
+        """sequence_ratio's shape is wrong, which is a promise; nothing else is."""
         row = grades["private"]
-        assert [*lost(row, "maths")] == [*lost(row, "promises")] == ["sequence_ratio"]
+        assert lost(row, "maths") == {} and lost(row, "promises") == {"sequence_ratio": 1}
         assert "tested with" not in row["remark"]
 
     def test_are_not_earned_by_a_function_that_calls_itself(self, grades):
         row = grades["self_call, clip_without_min"]
-        assert row["sequence_ratio maths"][0] == row["sequence_ratio promises"][0] == 0
+        assert row["sequence_ratio maths"][0] == 0
+        assert row["sequence_ratio promises"][0] <= 1  # a check of its arguments comes first
         assert [*lost(row, "maths")] == ["sequence_ratio", "clipped_objective"]
+
+
+class TestHints:
+    @pytest.mark.parametrize("function, hint", [
+        (lambda x: x.sum(1).exp(), "the power 1/|y| is missing"),
+        (lambda x: x.exp().mean(1), "take the geometric mean"),
+        (lambda x: (-x).mean(1).exp(), "upside down"),
+        (lambda x: x.mean(1), "this is log s: exp is missing"),
+        (lambda x: x.sum(1), "divide it by |y|, then take exp"),
+        (lambda x: x[:, 1:].mean(1).exp(), "one token does not count"),
+        (lambda x: x[:, :-1].sum(1).div(4).exp(), "one token does not count"),
+        (lambda x: x.mean(1).exp() + 1, "Eq. 7: the geometric mean of the token ratios"),
+    ])
+    def test_tell_mistakes_in_the_ratio_apart(self, function, hint, monkeypatch):
+        functions = {"sequence_ratio": lambda new, old, mask: function(new - old)}
+        monkeypatch.setattr(test_gspo.gspo, "functions", functions)
+        with pytest.raises(pytest.fail.Exception, match=re.escape(hint)):
+            test_gspo.TestMathsOfSequenceRatio().test_is_the_geometric_mean_of_the_token_ratios()
+
+    def test_do_not_blame_the_gradient_for_the_value(self, monkeypatch):
+        """A loss whose value is right, without a gradient, fails in the tests of the gradient."""
+        def loss(*arguments, **keywords):
+            return test_gspo.gspo_right.gspo_loss(*arguments, **keywords).detach()
+
+        right = test_gspo.load(ROOT / "gspo.py")
+        monkeypatch.setattr(test_gspo, "gspo_right", right, raising=False)
+        monkeypatch.setattr(test_gspo.gspo, "functions", {"gspo_loss": loss})
+        tests = test_gspo.TestMathsOfGspoLoss()
+        tests.test_of_one_response(0)
+        with pytest.raises(pytest.fail.Exception, match="no gradient comes through"):
+            tests.test_of_one_response_has_the_papers_gradient(0)
 
 
 class TestHostileFiles:
     @pytest.mark.parametrize("said", [
         "leaves a thread running",
-        "group_advantages: an endless loop? It has not ended after 5.0 seconds",
+        "group_advantages: an endless loop? It was ended after 5 seconds of CPU time",
         "token_log_probs: token_log_probs ends the run or its test (SystemExit)",
         "sequence_ratio: OSError: pytest: reading from stdin",
         "clipped_objective: clipped_objective ends the run or its test (Skipped)",
@@ -319,7 +420,7 @@ class TestHostileFiles:
         "clip_fraction: hostile.py has no function clip_fraction"])
     def test_get_a_row_that_says_what_happened(self, grades, said):
         row = grades["hostile"]
-        assert (row["total maths"][0], row["total promises"][0]) == (0, 0)
+        assert row["grade"] == row["total maths"][0] == row["total promises"][0] == 0
         assert said in row["remark"]
 
     @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
@@ -329,51 +430,149 @@ class TestHostileFiles:
     @pytest.mark.parametrize("name, said", [
         ("imports", "does not load: line 1: ModuleNotFoundError: import of gspo halted"),
         ("loops", "does not load: line .: Failed: an endless loop?"),
-        ("killed", "died .exit code -9")])
+        ("killed", "ends the process .SIGKILL.")])
     def test_have_no_points_where_they_do_not_load(self, grades, name, said):
-        assert re.match(said, grades[name]["remark"]) and grades[name]["total maths"][0] == 0
+        assert re.match(said, grades[name]["remark"]) and grades[name]["grade"] == 0
 
-    def test_end_where_no_alarm_is_heard(self, tmp_path):
-        """A copy of the tests that waits one second, as on a system without alarms."""
-        tests = (ROOT / "test_gspo.py").read_text(encoding="utf-8")
-        tests = re.sub("SECONDS = 60", "SECONDS = 1", re.sub("ALARM = .*", "ALARM = False", tests))
-        (tmp_path / "test_gspo.py").write_text(tests, encoding="utf-8")
+    def test_lose_the_points_of_the_functions_that_crash(self, grades):
+        row = grades["crashes"]
+        assert [*lost(row, "maths")] == ["group_advantages", "gspo_token_loss"]
+        assert "group_advantages: ends the process (SIGSEGV)" in row["remark"]
+        assert "gspo_token_loss: ends the run (KeyboardInterrupt)" in row["remark"]
+        assert row["grade"] == 75
+
+    def test_do_not_change_torch_for_the_tests(self, grades):
+        row = grades["globals"]
+        assert row["grade"] == 100
+        assert "changes torch's default dtype, which was set back" in row["remark"]
+        assert "changes torch's gradient mode, which was set back" in row["remark"]
+
+    def test_end_where_no_signal_is_heard(self, tmp_path):
+        """Copies of the tests and the grader that wait one second, as on a system without it."""
+        (tmp_path / "test_gspo.py").write_bytes((ROOT / "test_gspo.py").read_bytes())
+        grading = (ROOT / "lesson" / "grading.py").read_text(encoding="utf-8")
+        grading = re.sub(r"\nSECONDS = 60 ", "\nSECONDS = 1 ", grading)
+        grading = re.sub("HAS_ALARM = .*", "HAS_ALARM = False", grading)
+        (tmp_path / "grading.py").write_text(grading, encoding="utf-8")
         (tmp_path / "hostile.py").write_text(HOSTILE)
         done = command("-m", "pytest", "-q", "--tb=no", "test_gspo.py", cwd=tmp_path,
                        env={**os.environ, "GSPO": "hostile.py"})
         assert done.returncode == 2
-        end = "hostile.py has not ended after 1 seconds, an endless loop? (TestMathsOfGroupAdv"
+        end = "hostile.py has not ended after 1 seconds: an endless loop, or does it wait? (TestMa"
         assert end in done.stdout
-        assert re.search(r"^total +maths +0 of", done.stdout, re.MULTILINE)
+        assert re.search("^total +maths +0 of", done.stdout, re.MULTILINE)
 
     @pytest.mark.parametrize("text, why", [
-        ("def f(:", "SyntaxError: invalid syntax (my_gspo.py, line 1)"),
+        ("def f(:", "SyntaxError: invalid syntax (my_gspo.py, line 1) (in Python 3."),
         ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
         ("\ntorch.ones(1)", "line 2: NameError: name 'torch' is not defined")])
     def test_say_in_one_line_why_they_do_not_load(self, tmp_path, text, why):
         (tmp_path / "my_gspo.py").write_text(text, encoding="utf-8")
         with pytest.raises(pytest.exit.Exception) as end:
-            load(tmp_path / "my_gspo.py")
-        assert str(end.value) == f"my_gspo.py does not load: {why}"
+            test_gspo.load(tmp_path / "my_gspo.py")
+        assert str(end.value).startswith(f"my_gspo.py does not load: {why}")
+
+    def test_do_not_outlive_the_grader(self, tmp_path):
+        """A process that the file has started is killed with it."""
+        where = tmp_path / "pid"
+        text = f"""
+import subprocess
+open({str(where)!r}, "w").write(str(subprocess.Popen(["sleep", "300"]).pid))
+"""
+        row = class_grades.grade(teach.homework(), "starts.py", text)
+        assert "mentions open, subprocess: read the file" in row["remark"]
+        for _ in range(50):
+            state = command("-c", f"import os; os.kill({where.read_text()}, 0)")
+            stat = Path(f"/proc/{where.read_text()}/stat")
+            if state.returncode or (stat.exists() and ") Z " in stat.read_text()):
+                return
+            time.sleep(0.1)
+        raise AssertionError("it is still alive")
+
+    def test_cannot_change_a_later_file(self, tmp_path, capsys):
+        """All files are read before the first one runs."""
+        later = tmp_path / "later.py"
+        later.write_text("def f(:")
+        first = tmp_path / "first.py"
+        first.write_text(f"open({str(later)!r}, 'w').close()\n1 / 0")
+        full = {"file": "gspo.py", "grade": 100.0, "total maths": [1, 1], "remark": ""}
+        class_grades.grade_class(teach.homework(), [first, later], as_json=True, full=full)
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert later.read_text() == ""
+        assert "ZeroDivisionError" in rows[0]["remark"] and "SyntaxError" in rows[1]["remark"]
+
+    def test_that_forge_their_results_are_to_be_read(self):
+        """The file writes the grader's last line itself, and ends its process."""
+        parts = {name: [{"maths": [9, 9], "promises": [9, 9]}, ""] for name in FUNCTIONS}
+        total = {"maths": [72, 72], "promises": [72, 72]}
+        line = json.dumps({"grade": 100.0, "parts": parts, "total": total, "state": []})
+        text = f"""
+import os
+open(os.environ["GRADE_LOG"], "a").write({line!r})
+os.kill(os.getpid(), 9)
+"""
+        row = class_grades.grade(teach.homework(), "forged.py", text)
+        assert "its tests ended with the exit code -9: read the file" in row["remark"]
+        assert "mentions environ, kill, open: read the file" in row["remark"]
+
+
+class TestRemarks:
+    def test_on_a_notebook(self):
+        row = class_grades.grade(teach.homework(), "nb.py", json.dumps({"cells": []}))
+        assert row["grade"] == 0 and "is a Jupyter notebook: export it" in row["remark"]
+
+    def test_on_code_that_is_the_same_but_for_names_and_docstrings(self):
+        own = GSPO.replace("_token_mean", "average").replace("log_ratio", "difference")
+        for name in FUNCTIONS:
+            own = own.replace(ast.get_docstring(GIVEN[name], clean=False), "Mine.")
+        homework = teach.homework()
+        assert own.count("Mine.") == len(FUNCTIONS)
+        assert class_grades.fingerprints(homework, own) == class_grades.fingerprints(homework, GSPO)
+        other = own.replace("1 + eps_high", "eps_high + 1")
+        same = class_grades.fingerprints(homework, other).items() & class_grades.fingerprints(
+            homework, GSPO).items()
+        assert {name for name, _ in same} == set(FUNCTIONS) - {"clipped_objective", "clip_fraction"}
+
+    def test_name_what_is_copied(self, grades):
+        assert f"the same code as in gspo.py: {', '.join(FUNCTIONS)}" in grades["right"]["remark"]
+        assert "same code" not in grades["six_lines"]["remark"]
+
+    def test_on_two_files_that_are_the_same(self, monkeypatch):
+        monkeypatch.setattr(class_grades, "results_of", lambda *_: (None, "not run", []))
+        seen = {}
+        texts = {"ann": SIX_LINES, "bob": SIX_LINES.replace("centred", "c"), "cy": GSPO}
+        rows = {name: class_grades.grade(teach.homework(), f"{name}.py", text, seen)
+                for name, text in texts.items()}
+        said = "the same code as in ann.py, but for names and docstrings"
+        assert [said in row["remark"] for row in rows.values()] == [False, True, False]
+
+    def test_are_silent_on_an_honest_file(self, grades):
+        for name in "right", "six_lines", "no_upcast":
+            assert "mentions" not in grades[name]["remark"]
 
 
 class TestTable:
     @pytest.fixture(autouse=True)
     def graded(self, grades, monkeypatch):
         rows = json.loads(json.dumps(grades))
-        rows["gspo"] = rows["six_lines"]
-        monkeypatch.setattr(teach, "grade", lambda path: rows[path.stem])
+        rows["gspo"] = rows["right"]
+        monkeypatch.setattr(class_grades, "grade", lambda _, name, *more: rows[Path(name).stem])
 
     def test_has_a_line_a_file(self, grades, capsys):
-        teach.grade_class([Path("six_lines.py"), Path("killed.py")], as_json=False)
+        class_grades.grade_class(
+            teach.homework(), [Path("six_lines.py"), Path("killed.py")], as_json=False)
         head, six, killed = capsys.readouterr().out.splitlines()
         full = grades["six_lines"]["total maths"][1]
-        assert head.startswith("file,group_advantages maths (of 5),group_advantages promises (of ")
+        start = "file,grade (%),group_advantages maths (of 5),group_advantages promises (of "
+        assert head.startswith(start)
         assert f",total maths (of {full}),total promises (of " in head and head.endswith(",remark")
-        assert f",{full}," in six and killed.endswith(",0,0,died (exit code -9)")
+        assert six.startswith(f"six_lines.py,{grades['six_lines']['grade']},5,")
+        assert f",{full}," in six
+        assert killed.startswith("killed.py,0.0,0,") and ",0,0,ends the process (SIGKILL)" in killed
 
     def test_is_json_for_a_program(self, grades, capsys):
-        teach.grade_class([Path("six_lines.py"), Path("killed.py")], as_json=True)
+        class_grades.grade_class(
+            teach.homework(), [Path("six_lines.py"), Path("killed.py")], as_json=True)
         six, killed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
         assert six == grades["six_lines"]
         assert killed["total maths"] == [0, six["total maths"][1]]

@@ -1,8 +1,9 @@
 """The second homework, the loop with four blanks, and the third, logs of silent bugs.
 
-    python -m pytest tests/test_homework.py           a minute on a CPU
+    python -m pytest tests/test_homework.py           two minutes on a CPU
 """
 import ast
+import csv
 import os
 import re
 import subprocess
@@ -12,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from common.logs import read
-from lesson import find_the_bug, loop_homework
+from lesson import class_grades, find_the_bug, loop_homework, test_loop
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = (ROOT / "train_math.py").read_text(encoding="utf-8")
-BLANKS = ["MicroBatch", "ResponseLogProbs", "Phase3Remember", "Phase4Update", "WholeStep"]
+BLANKS = list(loop_homework.PARTS)
 
 
-def hand_out(folder):
-    command = [sys.executable, ROOT / "lesson" / "loop_homework.py", folder]
-    return subprocess.run(command, capture_output=True, text=True)
+def hand_out(*arguments):
+    command = [sys.executable, "-m", "lesson.loop_homework", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,10 @@ def grade(folder, text, name="train_math.py"):
     """{blank: (tests passed, of, what to look at first)} of this text as a student's file."""
     (folder / name).write_text(text, encoding="utf-8")
     done = run_tests(folder, name, "-q", "--tb=no", "-rN", "-p", "no:cacheprovider")
-    lines = re.findall(r"^(\w+) +(\d+) of (\d+) *(.*)$", done.stdout, re.MULTILINE)
-    return {blank: (int(passed), int(of), hint) for blank, passed, of, hint in lines}
+    lines = re.findall(r"^(\w+) +tests +(\d+) of +(\d+) *(.*)$", done.stdout, re.MULTILINE)
+    rows = {blank: (int(passed), int(of), hint) for blank, passed, of, hint in lines}
+    del rows["total"]
+    return rows
 
 
 def written(tree):
@@ -58,14 +61,14 @@ def written(tree):
 class TestHandOut:
     def test_has_four_blanks_that_say_so(self, folder):
         text = (folder / "train_math.py").read_text(encoding="utf-8")
-        assert re.findall(r'raise NotImplementedError\("(.*) is still to be written"\)', text) == [
-            "MicroBatch.__init__", "response_log_probs", "phase 3", "phase 4"]
+        said = re.findall(r'raise NotImplementedError\("(.*) is still to be written"\)', text)
+        assert sorted(said) == sorted(loop_homework.HINTS)
         bodies = {}
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 bodies[node.name] = node.body
-        assert len(bodies["__init__"]) == 1
-        assert len(bodies["response_log_probs"]) == 2  # the docstring, too
+        assert len(loop_homework.without_docstring(bodies["__init__"])) == 1
+        assert len(loop_homework.without_docstring(bodies["response_log_probs"])) == 1
         for node in bodies["train_step"]:
             assert not isinstance(node, (ast.For, ast.With))
 
@@ -73,7 +76,7 @@ class TestHandOut:
         """All other lines are train_math.py's, in their order; docstrings among them."""
         lines = (folder / "train_math.py").read_text(encoding="utf-8").splitlines()
         answered = set()
-        for body in loop_homework.statements(SOURCE.splitlines()).values():
+        for body in loop_homework.statements(SOURCE).values():
             answered.update(range(body[0].lineno, body[-1].end_lineno + 1))
         given = iter(lines)
         for number, line in enumerate(SOURCE.splitlines(), 1):
@@ -84,15 +87,16 @@ class TestHandOut:
     def test_has_no_answer(self, folder):
         """No statement that is left out stands anywhere in the hand-out, the tests included."""
         handed_out = set()
-        for name in "train_math.py", "test_loop.py":
+        for name in "train_math.py", "test_loop.py", "grading.py":
             text = (folder / name).read_text(encoding="utf-8")
             handed_out |= written(ast.parse(text))
         answers = set()
-        for body in loop_homework.statements(SOURCE.splitlines()).values():
+        for body in loop_homework.statements(SOURCE).values():
             for node in body:
                 answers |= written(node)
         assert len(answers) > 20
-        assert not handed_out & answers
+        given = {"eps_low, eps_high = cfg.clip_range()"}  # stands in another function, too
+        assert handed_out & answers <= given
 
     def test_overwrites_nothing(self, tmp_path):
         (tmp_path / "gspo.py").write_text("mine")
@@ -111,32 +115,234 @@ class TestGrade:
         assert all(passed == 0 and "is still to be written" in hint
                    for passed, _, hint in got.values())
 
-    def test_of_train_math_is_all(self, folder):
-        got = grade(folder, SOURCE, "right.py")
+    def test_of_train_math_is_all_on_a_machine_with_a_gpu_too(self, folder):
+        """There, the default of --device is another; here, it is one that holds no values."""
+        default = '"cuda" if torch.cuda.is_available() else "cpu"'
+        assert SOURCE.count(default) == 1
+        got = grade(folder, SOURCE.replace(default, '"meta"'), "right.py")
         assert list(got) == BLANKS
         assert all(passed == of > 0 and not hint for passed, of, hint in got.values())
-
-    def test_of_three_mistakes_is_less_in_their_three_blanks(self, folder):
-        mistakes = {
-            "MicroBatch": ("arange(1, len(x)) >=", "arange(1, len(x)) >", "response tokens"),
-            "Phase3Remember": ("value = loss(log_probs, batch.old_log_probs,",
-                               "value = loss(log_probs, log_probs.detach(),", "taken once"),
-            "Phase4Update": ("        optimizer.zero_grad()\n", "", "zero_grad")}
-        text = SOURCE
-        for right, wrong, _ in mistakes.values():
-            assert text.count(right) == 1
-            text = text.replace(right, wrong)
-        got = grade(folder, text, "wrong.py")
-        missed = {name for name, (passed, of, _) in got.items() if passed < of}
-        assert missed - {"WholeStep"} == set(mistakes)
-        for blank, (_, _, hint) in mistakes.items():
-            assert hint in got[blank][2]
 
     def test_of_a_file_that_does_not_load_is_a_line(self, folder):
         (folder / "broken.py").write_text("import nothing_of_this_name")
         done = run_tests(folder, "broken.py", "-q")
         assert done.returncode == 2
         assert "broken.py does not load: ModuleNotFoundError" in done.stdout
+
+    @pytest.mark.parametrize("line, code", [
+        ("os._exit(0)", 2), ("__import__('pytest').skip(allow_module_level=True)", 2)])
+    def test_of_a_file_that_ends_early_is_no_success(self, folder, line, code):
+        (folder / "early.py").write_text(f"{SOURCE}\n{line}\n", encoding="utf-8")
+        assert run_tests(folder, "early.py", "-q").returncode == code
+
+    def test_of_a_skipped_test_is_no_success(self, folder):
+        text = SOURCE.replace("    hidden = model.get_decoder()",
+                              "    __import__('pytest').skip()\n    hidden = model.get_decoder()")
+        (folder / "skips.py").write_text(text, encoding="utf-8")
+        done = run_tests(folder, "skips.py", "-q", "-k", "ResponseLogProbs")
+        assert done.returncode == 1 and "skipped, which is not passed" in done.stdout
+
+    def test_of_a_class(self, tmp_path):
+        """A crash in one blank, an endless loop in another, and a copy."""
+        files = {
+            "loops": SOURCE.replace("    denominator = len(", "    while True:\n        pass\n    "
+                                    "denominator = len("),
+            "crashes": SOURCE.replace("        self.indices = list(indices)",
+                                      "        os.kill(os.getpid(), signal.SIGSEGV)"),
+        }
+        for name, text in files.items():
+            assert text != SOURCE
+            (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        done = hand_out("--grade", *(tmp_path / f"{name}.py" for name in files))
+        assert (done.returncode, done.stderr) == (0, "")
+        loops, crashes = csv.DictReader(done.stdout.splitlines())
+        points = {name.split()[0]: value for name, value in loops.items() if "tests" in name}
+        assert points == {"MicroBatch": "6", "ResponseLogProbs": "6", "Phase3Remember": "7",
+                          "Phase4Update": "0", "WholeStep": "0", "total": "19"}
+        assert loops["grade (%)"] == "60.0"
+        assert "Phase4Update: an endless loop? It was ended after 5 seconds" in loops["remark"]
+        assert "the same code as in train_math.py: MicroBatch.__init__, response_log_probs, phase 3"
+        points = {name.split()[0]: value for name, value in crashes.items() if "tests" in name}
+        assert points == {"MicroBatch": "0", "ResponseLogProbs": "6", "Phase3Remember": "7",
+                          "Phase4Update": "10", "WholeStep": "0", "total": "23"}
+        assert "MicroBatch: ends the process (SIGSEGV)" in crashes["remark"]
+        assert "mentions kill: read the file" not in loops["remark"]
+
+
+def changed(*changes):
+    """train_math.py with these changes, each (what stands there, what shall)."""
+    text = SOURCE
+    for right, wrong in changes:
+        assert text.count(right) == 1, right
+        text = text.replace(right, wrong)
+    return text
+
+
+NO_REPEAT = ("[prompt for prompt in rollout.prompts for _ in range(cfg.group_size)]",
+             "rollout.prompts")
+OLD = "            batch.old_log_probs = parts.response_log_probs(model, batch, cfg.temperature)"
+NEW = "            log_probs = parts.response_log_probs(model, batch, cfg.temperature)"
+LOOPS = """    for minibatch in minibatches * cfg.epochs:
+"""
+SWAPPED = """    for minibatch in [m for m in minibatches for _ in range(cfg.epochs)]:
+"""
+UPDATE = "            update.append((batch, log_probs.detach(), loss.item()))\n"
+NORM = """        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+"""
+STEP = "        optimizer.step()\n        optimizer.zero_grad()\n"
+DENOMINATOR = "denominator=denominator)\n            with"
+MISTAKES = [  # the only blank that loses points, but for the whole step; the change; the hint
+    ("MicroBatch", ("is_response[1:]", "is_response[:-1]"), "a column too late"),
+    ("MicroBatch", ("is_response[1:]", "is_response"), "it has L - 1 columns"),
+    ("MicroBatch", ("[True] * len(responses[i])", "[t != 1 for t in responses[i]]"), "end token"),
+    ("MicroBatch", ("[False] * len(prompts[i])", "[True] * len(prompts[i])"), "on the prompt"),
+    ("MicroBatch", ("torch.tensor(is_response[1:])", "torch.tensor(is_response[1:]).long()"),
+     "a boolean tensor"),
+    ("MicroBatch", ("prompts[i] + responses[i])", "responses[i] + prompts[i])"), "comes before"),
+    ("MicroBatch", ("advantages[self.indices]", "advantages"), "only of the rows asked for"),
+    ("MicroBatch", ("pad_sequence(mask, batch_first=True).to(device)",
+                    "pad_sequence(mask, batch_first=True)"), ".to(device)"),
+    ("ResponseLogProbs", ("hidden[:, :-1][batch.mask]", "hidden[:, 1:][batch.mask]"), "too late"),
+    ("ResponseLogProbs", ("batch.ids[:, 1:][batch.mask]", "batch.ids[:, :-1][batch.mask]"),
+     "take ids[:, 1:]"),
+    ("ResponseLogProbs", ("tokens[None], temperature)[0]", "tokens[None])[0]"), "has no effect"),
+    ("ResponseLogProbs", ("tokens[None], temperature)[0]", "tokens[None], 1 / temperature)[0]"),
+     "divide by the temperature"),
+    ("ResponseLogProbs", ("token_log_probs(logits, tokens[None], temperature)[0]",
+                          "logits[0].gather(-1, tokens[:, None])[:, 0] / temperature"),
+     "log_softmax is missing"),
+    ("ResponseLogProbs", ("tokens[None], temperature)[0]", "tokens[None], temperature)[0].exp()"),
+     "take its log"),
+    ("ResponseLogProbs", ("log_probs.new_zeros(", "log_probs.new_ones("), "0 on the prompt"),
+    ("ResponseLogProbs", ("use_cache=False).last_hidden_state",
+                          "use_cache=False).last_hidden_state.detach()"), "all the way down"),
+    ("Phase3Remember", NO_REPEAT, "a prompt for each response, here 16, not 4"),
+    ("Phase3Remember", (NO_REPEAT[0], "rollout.prompts * cfg.group_size"), "not all in turn"),
+    ("Phase3Remember", ("    with torch.no_grad():\n        for batch in",
+                        "    with contextlib.nullcontext():\n        for batch in"), "no_grad"),
+    ("Phase3Remember", (OLD, OLD.replace("cfg.temperature", "1.0")), "at cfg.temperature"),
+    ("Phase3Remember", (OLD, OLD.replace("parts.", "0 * parts.")), "of the policy"),
+    ("Phase3Remember", ("        for batch in itertools.chain(*minibatches):\n" + OLD,
+                        "        for batch in minibatches[0] if minibatches else []:\n" + OLD),
+     "has no old_log_probs"),
+    ("Phase3Remember", (OLD, OLD + "\n    minibatches = parts.build_minibatches(prompts, "
+                        "rollout.responses, advantages, cfg)"), "has no old_log_probs"),
+    ("Phase3Remember", (OLD, OLD + "\n    1 / 0"), "ZeroDivisionError"),
+    ("Phase3Remember", (OLD, OLD + "\n    raise NotImplementedError"), "to be written"),
+    ("Phase4Update", ("    updates = []", "    1 / 0\n    updates = []"), "ZeroDivisionError"),
+    ("Phase4Update", ("    updates = []", "    raise NotImplementedError\n    updates = []"),
+     "to be written"),
+    ("Phase4Update", (STEP, "        optimizer.step()\n"), "zero_grad"),
+    ("Phase4Update", (STEP, "        optimizer.zero_grad()\n"), "step() is never called"),
+    ("Phase4Update", ("                loss.backward()\n", "                pass\n"),
+     "loss.backward() must come before"),
+    ("Phase4Update", ("                loss.backward()\n", "                (-loss).backward()\n"),
+     "the sign of the gradient"),
+    ("Phase4Update", (DENOMINATOR, DENOMINATOR.replace("=denominator", "=len(batch.indices)")),
+     "the denominator is that of the minibatch"),
+    ("Phase4Update", (DENOMINATOR, DENOMINATOR.replace("denominator=denominator", "")),
+     "the denominator is that of the minibatch"),
+    ("Phase4Update", ("len(rollout.responses) // cfg.minibatches", "len(rollout.responses)"),
+     "not for the whole rollout"),
+    ("Phase4Update", (DENOMINATOR, DENOMINATOR.replace(
+        "=denominator", "=sum(len(b.indices) for b in minibatch)")), "counts the responses of"),
+    ("Phase4Update", (LOOPS, SWAPPED), "epochs are the outer loop"),
+    ("Phase4Update", (LOOPS, LOOPS.replace(" * cfg.epochs", "")), "not one"),
+    ("Phase4Update", (UPDATE + NORM + STEP, UPDATE + (NORM + STEP).replace("        ", " " * 12)),
+     "not one for each micro-batch"),
+    ("Phase4Update", (UPDATE, UPDATE + "            if batch is not minibatch[-1]:\n"
+                      "                optimizer.zero_grad()\n"), "all but the last"),
+    ("Phase4Update", (NORM, NORM.replace("1.0", "1e9")), "not clipped to norm 1"),
+    ("Phase4Update", (NORM + STEP, "        optimizer.step()\n" + NORM
+                      + "        optimizer.zero_grad()\n"), "before the step"),
+    ("Phase4Update", ("loss_function(log_probs, batch.old_log_probs,",
+                      "loss_function(log_probs, log_probs.detach(),"), "the ratio would always be"),
+    ("Phase4Update", ("                                 eps_low, eps_high, denominator",
+                      "                                 eps_high, eps_low, denominator"),
+     "eps_low comes before eps_high"),
+    ("Phase4Update", ("    eps_low, eps_high = cfg.clip_range()\n    denominator",
+                      "    eps_low, eps_high = cfg.eps_low, cfg.eps_high\n    denominator"),
+     "may be None"),
+    ("Phase4Update", (NEW, NEW.replace("cfg.temperature", "1.0")), "at cfg.temperature"),
+    ("Phase4Update", (UPDATE, UPDATE.replace(".detach()", "")), "detach the log-probs"),
+    ("Phase4Update", (UPDATE, UPDATE.replace("loss.item()", "loss.detach()")), "the loss's .item"),
+    ("Phase4Update", ("batch.advantages, batch.mask,\n                                 eps_low",
+                      "batch.advantages, batch.mask | True,\n                                 "
+                      "eps_low"), "the loss's mask"),
+    ("Phase4Update", ("    updates = []", "    minibatches[0]\n    updates = []"), "IndexError"),
+]
+
+
+def first_hints(path, monkeypatch):
+    """{blank: the first line of the first failure} of this file, in this process."""
+    monkeypatch.setattr(test_loop, "PATH", path)
+    monkeypatch.setattr(test_loop, "loop", test_loop.load(), raising=False)
+    found = {}
+    for blank in BLANKS:
+        tests = getattr(test_loop, f"Test{blank}")()
+        for name in vars(type(tests)):
+            if not name.startswith("test_") or blank in found:
+                continue
+            try:
+                getattr(tests, name)()
+            except (Exception, pytest.fail.Exception) as error:
+                found[blank] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return found
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("i", range(len(MISTAKES)))
+    def test_cost_points_in_their_own_blank_and_say_where(self, i, tmp_path, monkeypatch):
+        blank, change, hint = MISTAKES[i]
+        path = tmp_path / "wrong.py"
+        path.write_text(changed(change), encoding="utf-8")
+        found = first_hints(path, monkeypatch)
+        assert [name for name in found if name != "WholeStep"] == [blank], found
+        assert hint in found[blank]
+
+    def test_are_not_seen_in_other_right_files(self, tmp_path, monkeypatch):
+        """Written in another way: the module's own functions, a loop over indices, old log-probs
+        that are detached, the loss divided by hand, the gradient set to None first."""
+        path = tmp_path / "other.py"
+        path.write_text(changed(
+            ("parts.build_minibatches(prompts, rollout", "build_minibatches(prompts, rollout"),
+            ("    with torch.no_grad():\n        for batch in itertools.chain(*minibatches):\n"
+             + OLD, "    for minibatch in minibatches:\n        for k in range(len(minibatch)):\n"
+             "            minibatch[k].old_log_probs = response_log_probs(\n"
+             "                model, minibatch[k], cfg.temperature).detach()"),
+            (LOOPS, "    for number in range(cfg.epochs * len(minibatches)):\n"
+             "        minibatch = minibatches[number % len(minibatches)]\n"
+             "        optimizer.zero_grad(set_to_none=True)\n"),
+            (NEW, NEW.replace("parts.", "")),
+            (STEP, "        optimizer.step()\n"),
+            ("            with tf32_matmuls():\n                loss.backward()\n",
+             "            loss.backward()\n"),
+            ("    hidden = model.get_decoder()(input_ids=batch.ids, use_cache=False)"
+             ".last_hidden_state\n", """    logits = model(batch.ids).logits[:, :-1] / temperature
+    own = logits.log_softmax(-1).gather(-1, batch.ids[:, 1:, None])[..., 0]
+    return own.masked_fill(~batch.mask, 0)
+    hidden = model.get_decoder()(batch.ids).last_hidden_state
+"""),
+        ), encoding="utf-8")
+        assert first_hints(path, monkeypatch) == {}
+
+
+def test_the_third_blank_is_recognised_by_its_comment(tmp_path, monkeypatch):
+    path = tmp_path / "no_comment.py"
+    path.write_text(SOURCE.replace("    # 3 REMEMBER", "    # third"), encoding="utf-8")
+    found = first_hints(path, monkeypatch)
+    assert set(found) == {"Phase3Remember", "Phase4Update"}
+    assert 'keep the comment "# 3 REMEMBER"' in found["Phase3Remember"]
+
+
+def test_pieces_of_a_copy_are_recognised():
+    own = SOURCE.replace("is_response", "mine").replace("grad_norms", "norms")
+    homework = loop_homework.homework()
+    same = class_grades.fingerprints(homework, SOURCE)
+    assert list(same) == list(loop_homework.HINTS)
+    own = class_grades.fingerprints(homework, own)
+    assert own["MicroBatch.__init__"] == same["MicroBatch.__init__"]
+    assert own["phase 4"] == same["phase 4"]
 
 
 @pytest.fixture
