@@ -70,10 +70,11 @@ def make_tokenizer(vocabulary):
 def make_model(vocabulary, hidden, end, device):
     """Random weights, and a bias on the head: the end token's probability in every position."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=END, pad_token_id=0)).eval()
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=END, pad_token_id=0)
+    model = Qwen3ForCausalLM(config).eval()
     bias = torch.zeros(vocabulary)
     bias[END] = math.log(vocabulary * end / (1 - end)) if end else -1e4
     model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -364,8 +365,8 @@ def ratio(values):
 
 def table(results):
     lines = ["Times, TRL / ours: the median of the rounds (their range)\n",
-             "| vocabulary | hidden size | workload | against | step | rollout | old log-probs | update "
-             "| peak memory, ours : TRL |", "|---|---|---|---|---|---|---|---|---|"]
+             "| vocabulary | hidden size | workload | against | step | rollout | old log-probs "
+             "| update | peak memory, ours : TRL |", "|---|---|---|---|---|---|---|---|---|"]
     for row in results:
         cells = [f"{row['vocabulary']:,}", str(row["hidden"]), row["workload"], row["rival"]]
         for key in ("seconds", *PHASES):
