@@ -20,11 +20,12 @@ OLD_NAMES = {  # of the committed logs' metrics
 
 
 def draw(runs, path, eps_high=None):
-    """A picture of runs, {label: rows of metrics}, with GSPO's upper clip range if it is given."""
+    """Draws runs, {label: rows of metrics}, and GSPO's upper clip range if it is given."""
     try:
         import matplotlib
     except ImportError:
-        print("no picture without matplotlib: pip install matplotlib", file=sys.stderr)
+        print("No picture was drawn, because matplotlib is missing: pip install matplotlib",
+              file=sys.stderr)
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -1,4 +1,5 @@
-"""The tiny model of lesson and lab: a Qwen3 of 100,000 parameters that reads characters."""
+"""The tiny model of the lesson and the experiments: a Qwen3 with 100,000 parameters. Its tokens are
+characters."""
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -7,7 +8,7 @@ CHARACTERS = "\n #*+-.,=?0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrs
 
 
 def tiny_tokenizer(characters=CHARACTERS):
-    """One token a character; the prompt is the question's first line."""
+    """A tokenizer with one token per character. The prompt is the first line of the question."""
     ids = {token: i for i, token in enumerate(["<pad>", "<end>", "<unk>", *characters])}
     core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -18,14 +19,14 @@ def tiny_tokenizer(characters=CHARACTERS):
 
 
 def tiny_model(tokenizer, seed):
-    """Not trained yet."""
+    """The model with random weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(intermediate_size=192, num_hidden_layers=2, **tiny_settings(tokenizer))
     return Qwen3ForCausalLM(config).eval()
 
 
 def tiny_settings(tokenizer):
-    """What this model and the lab's mixture of experts share."""
+    """The settings that this model shares with the mixture of experts in rival_parts.py."""
     return dict(
         vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,

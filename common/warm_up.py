@@ -1,10 +1,11 @@
-"""Before RL: show a model what RL can then strengthen; it never strengthens what is never done.
+"""Supervised training before RL. RL can only strengthen responses that the model sometimes samples.
 
     python -m common.warm_up --steps 30 --model FOLDER_OR_HUB_ID \\
         --dataset FILE_OR_HUB_ID --output_dir FOLDER
 
-trains a model on `steps` supervised batches of the dataset's own solutions, so that it answers in
-their form, '... #### 42', which train_math.py pays; FOLDER is then train_math.py's --model.
+This trains a model for `steps` batches on the solutions of the dataset, so that its responses have
+their format, '... #### 42', which the reward of train_math.py accepts. FOLDER can then be the
+--model of train_math.py.
 """
 import argparse
 import os
@@ -20,8 +21,8 @@ import train_math
 
 
 def solution(answer):
-    """A dataset's answer as a response that train_math.py pays: no calculator marks <<...>>, and
-    '#### ' before a bare number."""
+    """A dataset's answer as a response that the reward accepts: without GSM8K's calculator marks
+    <<...>>, and with '#### ' before a plain number."""
     text = re.sub(r"<<[^>]*>>", "", str(answer))
     if train_math.extract_answer(text) is None:
         text = f"#### {text}"
@@ -30,9 +31,12 @@ def solution(answer):
 
 def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name, instruction="",
               at_once=None):
-    """`steps` supervised batches on the rows that draw_row() gives.
+    """Trains the model for `steps` supervised batches.
 
-    at_once of a batch go through the model together (default: all), which sets the memory."""
+    draw_row() returns a row with a "question" and an "answer". `at_once` rows of a batch go through
+    the model together (default: all), which determines the memory. `name` labels the progress bar.
+    """
+    cfg = train_math.Settings(instruction=instruction)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0, fused=True)
     at_once = at_once or batch_size
     bar = tqdm(range(steps), desc=name, leave=False)
@@ -40,7 +44,7 @@ def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name
         warm_up = min(1, (step + 1) / 20)
         optimizer.param_groups[0]["lr"] = learning_rate * warm_up * (1 - 0.9 * step / steps)
         rows = [draw_row() for _ in range(batch_size)]
-        prompts = train_math.encode_prompts(tokenizer, rows, instruction)
+        prompts = train_math.encode_prompts(tokenizer, rows, cfg)
         answers = [tokenizer(solution(row["answer"]), add_special_tokens=False).input_ids
                    + [tokenizer.eos_token_id] for row in rows]
         tokens = sum(map(len, answers))
@@ -63,7 +67,7 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, required=True, help="supervised batches")
     parser.add_argument("--model", default=defaults.model, help="hub id or folder")
     parser.add_argument("--dataset", default=defaults.dataset, help="hub id, folder or .jsonl")
-    parser.add_argument("--output_dir", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--output_dir", type=Path, required=True, help="a new folder for the model")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--seed", type=int, default=0)
@@ -73,11 +77,11 @@ def main(argv=None):
     if min(args.steps, args.batch_size, args.learning_rate) <= 0:
         parser.error("--steps, --batch_size and --learning_rate must be above 0")
     if args.output_dir.exists():
-        parser.error(f"--output_dir {args.output_dir} is there already")
-    with train_math.blame(f"--dataset {args.dataset}"):
+        parser.error(f"--output_dir {args.output_dir} exists already: choose a new folder")
+    with train_math.exits_with(f"--dataset {args.dataset}"):
         cfg = train_math.Settings(dataset=args.dataset, eval_size=1)
         questions, _ = train_math.load_questions(cfg)
-    with train_math.blame(f"--model {args.model}, --device {args.device}"):
+    with train_math.exits_with(f"--model {args.model}, --device {args.device}"):
         model, tokenizer = train_math.load(args.model, args.device)
     rng = random.Random(args.seed)
 
@@ -85,17 +89,17 @@ def main(argv=None):
         return rng.choice(questions)
 
     supervise(model, tokenizer, draw_row, args.steps, args.batch_size, args.learning_rate,
-              "cold start", args.instruction, at_once=2)
+              "warm-up", args.instruction, at_once=2)
     aside = args.output_dir.with_name(args.output_dir.name + ".partial")
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     os.rename(aside, args.output_dir)
-    print(f"{args.output_dir} is the model: python train_math.py --model {args.output_dir} "
-          f"--dataset {args.dataset}")
+    print(f"The model is in {args.output_dir}. Train it further with: python train_math.py "
+          f"--model {args.output_dir} --dataset {args.dataset}")
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nstopped: a cold start is saved at its end alone, so it starts anew")
+        sys.exit("\nstopped: nothing was saved, because the model is saved only at the end")

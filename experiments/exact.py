@@ -1,17 +1,19 @@
-"""What does each ratio correct? Exact arithmetic instead of training.
+"""What does each importance ratio correct? The answer comes from exact arithmetic, not training.
 
-    python -m experiments.rivals exact      # half a minute on one core
+    python -m experiments.rivals exact      half a minute on one core
 
-A policy small enough to enumerate: 16 contexts x 8 tokens, position t of a response has context
-t mod 16. Token 0 is a slip; a response is right (reward 1) if nothing in it slips, which has
-probability 1/e whatever its length. So J = prod_t (1 - p(0 | c_t)), and the expectation of each
-gradient estimate factorises over positions. Responses come from pi_old; the gradient is wanted at
-pi, which has moved away from it by a given spread of the tokens' log-ratio, along the gradient of J
-("improved") or at random.
+The policy is small enough to enumerate: 16 contexts and 8 tokens, where position t of a response
+has the context t mod 16. Token 0 is a mistake. A response is correct (reward 1) if it contains no
+mistake; at any length, this has a probability of about 1/e. So J = prod_t (1 - p(0 | c_t)), and the
+expectation of every gradient estimate factorises over the positions. The responses come from
+pi_old. The gradient is wanted at pi, which has moved away from pi_old so far that the tokens'
+log-ratios have a given standard deviation: either along the gradient of J ("improved") or at
+random.
 
-exact.png: the direction of the estimates without a ratio, with GRPO's token ratios, GSPO's sequence
-ratio, and the sequence ratio without its root, against length; in expectation, and in a batch. Raw
-figures: results/rivals/exact_ratios.jsonl."""
+exact.png shows the direction of the estimates without a ratio, with GRPO's token ratios, with
+GSPO's sequence ratio, and with the sequence ratio without its root, against the length: in
+expectation, and for one batch. The figures are in results/rivals/exact_ratios.jsonl.
+"""
 import itertools
 import statistics
 

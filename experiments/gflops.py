@@ -1,6 +1,8 @@
-"""GFLOP/s of one core, by its own time, in products of the shapes of Qwen2.5-0.5B.
+"""GFLOP/s of one CPU core in matrix products with the shapes of Qwen2.5-0.5B, by CPU time.
 
-    python -m experiments.gflops float32     or bfloat16; medium: float32, by oneDNN, not MKL
+    python -m experiments.gflops float32     or bfloat16, or medium
+
+`medium` is float32 with torch.set_float32_matmul_precision("medium"), which uses oneDNN, not MKL.
 """
 import sys
 import time

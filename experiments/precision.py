@@ -36,7 +36,6 @@ from tqdm import tqdm
 
 import train_math
 from experiments.qwen.gsm8k import INSTRUCTION
-from experiments.rival_parts import minibatches_with_rows
 from gspo import group_advantages, gspo_loss
 
 RESULTS = Path(__file__).with_name("results") / "precision"
@@ -114,7 +113,7 @@ def log_s(new, old):
 def forward(model, minibatches):
     """{row: log-probs of its response (n,)}, by the training forward."""
     return {row: values[mask] for batch in itertools.chain(*minibatches)
-            for row, values, mask in zip(batch.rows, log_probs(model, batch), batch.mask)}
+            for row, values, mask in zip(batch.indices, log_probs(model, batch), batch.mask)}
 
 
 def rollout(model, prompts, length):
@@ -289,7 +288,7 @@ def minibatches_of(prompts, responses, advantages, cfg):
         cut = [response[:n] for response in responses]
         tokens = micro_batch_tokens or 3 * max(map(len, prompts)) + 3 * n
         own = replace(cfg, micro_batch_tokens=tokens)
-        return minibatches_with_rows(asked, cut, advantages, own)
+        return train_math.build_minibatches(asked, cut, advantages, own)
 
     return build
 
@@ -313,10 +312,11 @@ def main():
     args, known = arguments()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     cfg = train_math.Settings(device=args.device, minibatches=4, group_size=GROUP,
-                              micro_batch_tokens=4096, dataset=str(args.gsm8k / "train.jsonl"))
+                              micro_batch_tokens=4096, instruction=INSTRUCTION,
+                              dataset=str(args.gsm8k / "train.jsonl"))
     questions = train_math.load_questions(cfg)[0][:PROMPTS]
     model, tokenizer = train_math.load(args.model, args.device)
-    prompts = train_math.encode_prompts(tokenizer, questions, INSTRUCTION)
+    prompts = train_math.encode_prompts(tokenizer, questions, cfg)
     torch.manual_seed(0)
     advantages = group_advantages(torch.rand(PROMPTS * GROUP), GROUP)
     starts = {STARTS[0]: off_the_grid(model),

@@ -1,17 +1,19 @@
-"""Token ratios and sequence ratios, side by side: how far they spread, and what each clip range
-takes out.
+"""The importance ratios of tokens and of responses: how far they spread, and what is clipped.
 
-    python -m experiments.rivals ratios                                           # the tiny model
-    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   # and real weights
+    python -m experiments.rivals ratios                                           the tiny model
+    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   and real weights
 
-One rollout and its optimizer steps by train_math.train, one for each of four minibatches in which a
-group's rewards differ; then the ratios between the policy that sampled and the policy after, of all
-responses with a gradient, as the next epoch would meet them, cut to their first 8, 32, 128, 512
-tokens. The tiny model is rivals.py's long task at its learning rate, 3e-4, from three cold starts;
-seconds, once these are there (two minutes each). The real one, 15 minutes, is SmolLM2-135M-Instruct
-on GSM8K's questions at 1e-6 in float32, three seeds: 4 prompts x 4 responses of 512 tokens (no end
-token), rewarded for an odd number of letters e, so that there is something to learn. ratios.jsonl
-has a line for each model, seed and length."""
+train_math.train makes one rollout and its optimizer steps, one for each of four minibatches. Then
+the ratios between the policy that sampled and the policy after the updates are measured, as the
+next epoch would see them, for all responses with a gradient, cut to their first 8, 32, 128 and 512
+tokens.
+
+The tiny model is that of the long task of rivals.py at its learning rate, 3e-4, from three
+pre-trained models. The real one is SmolLM2-135M-Instruct on questions of GSM8K at 1e-6 in float32,
+with three seeds; it takes 15 minutes. It samples 4 prompts x 4 responses of 512 tokens without an
+end token. The reward is 1 for an odd number of letters e, so that there is something to learn.
+ratios.jsonl has a line for each model, seed and length.
+"""
 import itertools
 import math
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""What rivals.py passes into train_math.train: the tasks, and losses, advantages, a critic, Routing
-Replay, an inference engine. Each piece stands alone, and tests/test_rivals.py says what it must do.
+"""The tasks of rivals.py, and what its variants replace in train_math.py: losses, advantages, a
+critic, Routing Replay, an inference engine. tests/test_rivals.py says what each of them must do.
 """
 import copy
 import itertools
@@ -23,10 +23,11 @@ LABELS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def fibonacci(rng, least, most, slips=0.0, gives_up=0.0):
-    """{"question", "answer", "worked"}: Fibonacci numbers modulo 10, counted down, 6 tokens a step.
+    """{"question", "answer", "worked"}: Fibonacci numbers modulo 10, with 6 tokens per step.
 
-    "37c" -> worked "c3+7=0b7+0=7a0+7=7\\n#### 7", answer "#### 7". A sloppy teacher writes a random
-    digit at a step, from which he goes on, or gives up midway and guesses."""
+    "37c" has the worked answer "c3+7=0b7+0=7a0+7=7\\n#### 7" and the answer "#### 7". With the
+    probability `slips`, a step has a random digit as its result, and the later steps go on from it.
+    With the probability `gives_up`, the steps end early, and a random digit is the answer."""
     n = rng.randint(least, most)
     a = rng.randrange(10)
     b = rng.randrange(10)
@@ -47,8 +48,8 @@ def fibonacci(rng, least, most, slips=0.0, gives_up=0.0):
 
 
 def long_questions(seed, n, least=20, most=32):
-    """Of 20 to 32 steps: 127 to 199 tokens, if all of them are written. One in four is for the seed
-    "held out" alone."""
+    """Questions of 20 to 32 steps, whose worked answers have 127 to 199 tokens. One in four is
+    reserved for the seed "held out"."""
     rng = random.Random(f"long {seed}")
     rows = []
     while len(rows) < n:
@@ -67,7 +68,7 @@ def two_turn_questions(seed, n, least, most):
 
 
 def world_questions(seed, n):
-    """Of the lesson's small world: the 175 held out, or n of those to train on."""
+    """Questions of the lesson's small world: the 175 held-out ones, or n of the others."""
     train, held_out = tiny.questions()
     if seed == "held out":
         return held_out
@@ -75,23 +76,25 @@ def world_questions(seed, n):
 
 
 def task_reward(prompts, completions, answer, **columns):
-    """train_math's, but "7e3" is a 7 and the next step's label, as in "c3+7=0", not 7,000."""
+    """The reward of train_math.py, except that "7e3" is not 7,000: it is a 7 and the label of the
+    next step, as in "c3+7=0"."""
     texts = [re.sub("[eE]", "_", text) for text in completions]
     return correctness_reward(prompts, texts, answer)
 
 
 def sampled_reward(model, tokenizer, probe, max_completion_length):
-    """Share of right answers among one sampled to each question, 128 of them at once."""
+    """The accuracy of one sampled answer to each question, with 128 of them at once."""
     cfg = train_math.Settings(max_completion_length=max_completion_length, instruction="",
-                              rollout_rows=1024)
-    found = train_math.evaluate(model, tokenizer, probe, cfg, task_reward, temperature=1.0)
+                              rollout_rows=128)
+    found = train_math.evaluate(model, tokenizer, probe, cfg, 1.0, reward=task_reward)
     return found["eval_reward"]
 
 
 def long_cold_start(model, tokenizer, seed, least=20, most=32, sloppy=True, turns=1):
-    """Teach the model to count, then a sloppy teacher's ways, until it is right in less than a
-    third of 128 probe questions; he slips 1.3 times in a chain of middle length. Not sloppy: the
-    true ways, broken off at a fifth. Of several turns, the first is probed."""
+    """Supervised training before RL. First the model learns the task from worked answers. Then it
+    is trained on answers with mistakes, 1.3 in a chain of middle length, until its accuracy on 128
+    probe questions is below a third. If not sloppy, it only sees correct answers, until its
+    accuracy is a fifth. If there are several turns, the first one is probed."""
     rng = random.Random(seed)
     probe = long_questions("probe", 128, least, most)
 
@@ -101,7 +104,7 @@ def long_cold_start(model, tokenizer, seed, least=20, most=32, sloppy=True, turn
             later = [f"{tokenizer.eos_token}{turn['question']}\n{turn['worked']}" for turn in more]
             return {**row, "answer": "".join([row["worked"], *later])}
 
-        supervise(model, tokenizer, row, steps, size, rate, "cold start")
+        supervise(model, tokenizer, row, steps, size, rate, "warm-up")
         return sampled_reward(model, tokenizer, probe, 6 * most + 18)
 
     torch.manual_seed(seed)
@@ -119,7 +122,7 @@ def long_cold_start(model, tokenizer, seed, least=20, most=32, sloppy=True, turn
 
 
 def word_problems():
-    """7,840 of one line, with worked answers in GSM8K's manner: 392 products, 20 wordings each."""
+    """7,840 one-line questions, with worked answers as in GSM8K: 392 products in 20 wordings."""
     rows = []
     for a in range(11, 60):
         for b in range(2, 10):
@@ -136,7 +139,7 @@ def word_problems():
 
 
 def short_questions(seed, n):
-    """Word problems whose worked answers have up to 40 tokens; the first 512 are held out."""
+    """Word problems whose worked answers have up to 40 tokens. The first 512 are held out."""
     rows = word_problems()
     if seed == "held out":
         return rows[:n]
@@ -144,7 +147,7 @@ def short_questions(seed, n):
 
 
 def guessed(row, rng):
-    """The same question, answered by a teacher who mostly guesses at once and is seldom right."""
+    """The same question. In three of four cases, its answer is a guess, which is seldom correct."""
     if rng.random() < 0.25:
         return row
     error = 0 if rng.random() < 0.1 else rng.choice((-20, -10, -1, 1, 10, 20, 100))
@@ -152,23 +155,24 @@ def guessed(row, rng):
 
 
 def short_cold_start(model, tokenizer, seed):
-    """To write sums out, then to guess at once, until less than 30% of answers are right."""
+    """Supervised training before RL: on worked answers, and then on guesses, until the accuracy is
+    below 30%."""
     rng = random.Random(seed)
     rows = word_problems()
-    supervise(model, tokenizer, lambda: rng.choice(rows), 460, 48, 5e-3, "cold start: skill")
+    supervise(model, tokenizer, lambda: rng.choice(rows), 460, 48, 5e-3, "worked answers")
     probe = rng.sample(rows, 256)
     torch.manual_seed(seed)
     right = sampled_reward(model, tokenizer, probe, 40)
     if right < 0.95:
-        raise RuntimeError(f"cold start {seed} reached a skill of {right:.2f}, not .95")
+        raise RuntimeError(f"the model of seed {seed} reached an accuracy of {right:.2f}, not 0.95")
     while right >= 0.3:
         supervise(model, tokenizer, lambda: guessed(rng.choice(rows), rng), 5, 48, 1e-3,
-                  "cold start: habit")
+                  "guesses")
         right = sampled_reward(model, tokenizer, probe, 40)
 
 
 def moe(tokenizer, seed):
-    """A Qwen3-MoE of 3 layers, 16 experts, 2 of them for each token, not trained."""
+    """A Qwen3-MoE with random weights: 3 layers and 16 experts, of which each token uses 2."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=3, num_experts=16,
@@ -180,21 +184,23 @@ def moe(tokenizer, seed):
 
 
 def outside(ratio, advantages, eps_low, eps_high):
-    """Where the clip holds: above, pushed up far enough; below, pushed down."""
+    """Where the clip is active: (above the range with A > 0, below the range with A < 0)."""
     above = (advantages > 0) & (ratio > 1 + eps_high)
     below = (advantages < 0) & (ratio < 1 - eps_low)
     return above, below
 
 
 def surrogate(weight, gate, cap=None, side="both", shuffled=None, negatives=1.0):
-    """A loss in which token t of response i weighs w_{i,t} A_i / |y_i|, or nothing where the gate's
-    ratio is clipped.
+    """A loss that separates the two roles of the importance ratio: the weight, which multiplies a
+    token's gradient, and the gate, which decides whether the token is clipped.
 
-    weight and gate: "token", "sequence" or "one" (a ratio that stays 1). The weight is at most
-    `cap`; the gate clips on both sides, or only "above" (where A > 0), or only "below" (A < 0).
-    shuffled: as many responses are taken out, but at random, from "all", or from those whose A has
-    the same "sign". An A < 0 counts `negatives` times. (token, token) has GRPO's gradient, Eq. 12,
-    (sequence, sequence) GSPO's, Eq. 10. Its value is not theirs."""
+    Token t of response i has the weight w_{i,t} A_i / |y_i|, or 0 if the ratio of the gate is
+    outside the clip range. weight and gate are "token", "sequence" or "one" (a ratio that is always
+    1). (token, token) has GRPO's gradient (Eq. 12), and (sequence, sequence) has GSPO's (Eq. 10);
+    the values of the losses differ from theirs.
+    cap: the largest weight. side: the gate clips on "both" sides, or only "above" (A > 0) or
+    "below" (A < 0). shuffled: the same number of responses is removed, but at random, from "all" or
+    from those whose A has the same "sign". negatives: a factor for every A < 0."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         with torch.no_grad():
             token = _log_ratio(log_probs, old_log_probs, mask).exp()
@@ -216,8 +222,8 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None, negatives=1.0)
 
 
 def noisy_gate(deviation):
-    """GSPO, but its gate sees log s with normal noise of this standard deviation; the weight is the
-    true s."""
+    """GSPO, except that normal noise with this standard deviation is added to the log s by which
+    clipping is decided. The weight is the true s."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         ratio = sequence_ratio(log_probs, old_log_probs, mask)
         seen = ratio.detach() * (deviation * torch.randn_like(ratio)).exp()
@@ -228,14 +234,14 @@ def noisy_gate(deviation):
 
 def softmax_advantages(rewards, group_size):
     """"Grouped Softmax": softmax(r / 0.5) over the group, which is reward-weighted regression.
-    Every weight is above 0; a group of equal rewards is learned from, too."""
+    Every weight is above 0, so a group of equal rewards has a gradient, too."""
     groups = rewards.view(-1, group_size)
     return torch.softmax(groups / 0.5, dim=1).flatten()
 
 
 def best_of_n_advantages(rewards, group_size):
-    """"Grouped Rejection": all weight on the best response, or shared among the best, and none
-    where the best reward is 0, which is rejection-sampling fine-tuning."""
+    """"Grouped Rejection": the best responses of the group share a weight of 1, or have 0 if the
+    best reward is 0. This is rejection-sampling fine-tuning."""
     groups = rewards.view(-1, group_size)
     most = groups.max(dim=1, keepdim=True).values
     best = ((groups == most) & (groups > 0)).float()
@@ -243,21 +249,9 @@ def best_of_n_advantages(rewards, group_size):
     return (best / number.clamp(min=1)).flatten()
 
 
-def minibatches_with_rows(prompts, responses, advantages, cfg):
-    """train_math's build_minibatches; each micro-batch has `rows`, too, its responses' places in
-    the rollout. These, from 1 on, go in as advantages and are handed back; where the advantage is
-    0, so are they, and the response is left out."""
-    places = torch.arange(1, len(responses) + 1) * (advantages != 0)
-    minibatches = build_minibatches(prompts, responses, places, cfg)
-    for batch in itertools.chain(*minibatches):
-        batch.rows = (batch.advantages - 1).tolist()
-        batch.advantages = advantages[batch.rows].to(cfg.device)
-    return minibatches
-
-
 def on_tokens(batch, values):
-    """values[row], (tokens,) of each response, in the micro-batch's places, (b, T)."""
-    flat = torch.cat([values[row] for row in batch.rows])
+    """(b, T): values[i] (tokens,) of each response i, at the places of its tokens."""
+    flat = torch.cat([values[i] for i in batch.indices])
     return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
 
 
@@ -265,8 +259,9 @@ STEP = re.compile(r"([0-9]+)([+*])([0-9]+)=([0-9]+)")
 
 
 def step_rewards(text, reward, modulo):
-    """[(end, reward)] of a response's steps, in characters: each sum written is worth 1 if it is
-    right in itself, the rest of the text the one reward."""
+    """[(end, reward)] of the steps of a response; `end` is the character where the step ends. A sum
+    has the reward 1 if its own arithmetic is correct. The rest of the text has the response's
+    reward."""
     parts = []
     for step in STEP.finditer(text):
         a, b, given = (int(step[i]) for i in (1, 3, 4))
@@ -278,10 +273,12 @@ def step_rewards(text, reward, modulo):
 
 
 class StepAdvantages:
-    """GSPO-token's advantages (B, T): each written step by its own arithmetic, or, with `both`, by
-    the sum of that and the response's one reward; normalised over the group's tokens.
+    """Advantages (B, T) for GSPO-token. The reward of each step is its own arithmetic or, with
+    `both`, the sum of that and the reward of the response. The rewards are normalised over the
+    tokens of the group.
 
-    Its two methods replace train_math's functions of these names. A character must be a token."""
+    The two methods replace train_math's functions of the same names. A token must be a character.
+    """
 
     def __init__(self, tokenizer, modulo=None, both=False):
         self.tokenizer = tokenizer
@@ -291,10 +288,10 @@ class StepAdvantages:
     def group_advantages(self, rewards, group_size):
         self.rewards = rewards.tolist()
         self.group_size = group_size
-        return torch.ones_like(rewards)  # in a group of equal rewards steps may differ: none is out
+        return torch.ones_like(rewards)  # keeps every group: steps may differ where rewards do not
 
     def token_rewards(self, response, reward):
-        """(tokens,): of each token its step's reward."""
+        """The reward of each token's step, (tokens,)."""
         tokens = self.tokenizer.convert_ids_to_tokens(response)
         text = "".join(token[0] for token in tokens)  # "<end>": "<"
         row = []
@@ -311,20 +308,20 @@ class StepAdvantages:
             together = torch.cat(group)
             scale = together.std() + 1e-4
             credit += [(row - together.mean()) / scale for row in group]
-        minibatches = minibatches_with_rows(prompts, responses, advantages, cfg)
+        minibatches = build_minibatches(prompts, responses, advantages, cfg)
         for batch in itertools.chain(*minibatches):
             batch.advantages = on_tokens(batch, credit)
         return minibatches
 
 
 class TwoTurns:
-    """Conversations: two_turn_questions' second question is asked after the answer to the first. A
-    response is answer, second question, answer; the question is masked out. Rewards are means over
-    turns. With `own`, GSPO-token's advantages (B, T): each turn's reward compared with the same
-    turn's in the group.
+    """Conversations: the second question of two_turn_questions is asked after the answer to the
+    first. A response holds the tokens of both answers. Its reward is the mean over the turns. With
+    `own`, the advantages are (B, T), for GSPO-token: the reward of each turn is compared with those
+    of the same turn in the group.
 
-    Its methods replace train_math's functions of these names, `reward` is the reward;
-    max_completion_length is a turn's."""
+    The methods replace train_math's functions of the same names. max_completion_length is the limit
+    of one turn."""
 
     def __init__(self, tokenizer, own):
         self.tokenizer = tokenizer
@@ -339,13 +336,16 @@ class TwoTurns:
     def rollout(self, model, prompts, group_size, *arguments):
         asked = [self.split(prompt) for prompt in prompts]
         questions = [question for question, _ in asked]
-        first, log_probs = rollout(model, questions, group_size, *arguments)
+        first, first_log_probs = rollout(model, questions, group_size, *arguments)
         asked = [pair for pair in asked for _ in range(group_size)]
         so_far = [question + answer + then for (question, then), answer in zip(asked, first)]
-        second, more = rollout(model, so_far, 1, *arguments)
+        second, second_log_probs = rollout(model, so_far, 1, *arguments)
         self.turns += zip(first, second)
-        responses = [a + then + b for a, (_, then), b in zip(first, asked, second)]
-        return responses, torch.cat([log_probs, more], dim=1)
+        responses = [a + b for a, b in zip(first, second)]
+        log_probs = torch.cat([first_log_probs, torch.zeros_like(second_log_probs)], dim=1)
+        for i, (a, b) in enumerate(zip(first, second)):
+            log_probs[i, len(a):len(a) + len(b)] = second_log_probs[i, :len(b)]
+        return responses, log_probs
 
     def reward(self, prompts, completions, answer, **columns):
         turns = self.turns  # of the whole rollout, which may have come in parts
@@ -365,26 +365,30 @@ class TwoTurns:
         return self.advantages.any(dim=1).float()  # 0 is left out as having no gradient
 
     def build_minibatches(self, prompts, responses, advantages, cfg):
+        """The second question stands between the answers, and is masked out."""
         asked = [self.split(prompt) for prompt in prompts]
         questions = [question for question, _ in asked]
-        minibatches = minibatches_with_rows(questions, responses, advantages, cfg)
+        whole = []
+        for response, (_, then), n in zip(responses, asked, self.first_lengths):
+            whole.append(response[:n] + then + response[n:])
+        minibatches = build_minibatches(questions, whole, advantages, cfg)
         for batch in itertools.chain(*minibatches):
             if self.own:
                 batch.advantages = torch.zeros(batch.mask.shape)
-            for i, row in enumerate(batch.rows):
-                first, second = asked[row]
-                end = len(first) - 1 + self.first_lengths[row]  # of the first answer, in the mask
-                batch.mask[i, end:end + len(second)] = False
+            for place, i in enumerate(batch.indices):
+                first, second = asked[i]
+                end = len(first) - 1 + self.first_lengths[i]  # of the first answer, in the mask
+                batch.mask[place, end:end + len(second)] = False
                 if self.own:
-                    batch.advantages[i, :end] = self.advantages[row][0]
-                    batch.advantages[i, end:] = self.advantages[row][1]
+                    batch.advantages[place, :end] = self.advantages[i][0]
+                    batch.advantages[place, end:] = self.advantages[i][1]
         return minibatches
 
     def right(self, model, questions, temperature, cfg):
-        """Share of right answers, over questions and turns."""
-        _, _, texts, _ = train_math.sample(model, self.tokenizer, questions, 1, temperature, cfg,
-                                           self.rollout)
-        return train_math.score(self.reward, questions, texts).mean().item()
+        """The accuracy over all questions and turns."""
+        sampled = train_math.sample(
+            model, self.tokenizer, questions, 1, temperature, cfg, rollout=self.rollout)
+        return train_math.score(self.reward, questions, sampled.texts).mean().item()
 
 
 # ---- PPO's critic --------------------------------------------------------------------------------
@@ -409,11 +413,11 @@ def gae(values, rewards, mask, lam):
 
 
 class Critic:
-    """PPO: a linear value head on the policy's hidden states, GAE, and grpo_loss with (B, T)
-    advantages as its clipped objective; a tenth of the value's squared error is added to the loss.
+    """PPO: a linear value head on the policy's hidden states, GAE, and grpo_loss with advantages
+    (B, T) as the clipped objective. A tenth of the value's squared error is added to the loss.
 
-    Its methods replace train_math's functions of these names. A minibatch must be one micro-batch,
-    as advantages are normalised over it."""
+    The methods replace train_math's functions of the same names. A minibatch must be one
+    micro-batch, because the advantages are normalised over it."""
 
     def __init__(self, model, lam):
         self.lam = lam
@@ -426,7 +430,7 @@ class Critic:
         self.hidden = output.last_hidden_state
 
     def group_advantages(self, rewards, group_size):
-        return rewards - 0.5  # no groups here; and not 0, which would be left out
+        return rewards - 0.5  # there are no groups; an advantage of 0 would be left out
 
     def response_log_probs(self, model, batch, temperature):
         log_probs = response_log_probs(model, batch, temperature)
@@ -449,10 +453,12 @@ class Critic:
 
 
 class RoutingReplay:
-    """Records each token's experts in the old policy's pass; in the update, `replay` sends it to
-    them again, with the current gate's weights (paper, 5.3). `changed`: the share of a batch's
-    (token, expert) choices that the current gate would not make, in each forward of the updates.
-    `response_log_probs` replaces train_math's."""
+    """Records the experts of each token in the forward of the old policy. With `replay`, the
+    updates send the token to the same experts again, with the current router's weights (paper,
+    5.3).
+
+    changed: for each forward of the updates, the share of (token, expert) choices that the current
+    router would not make. `response_log_probs` replaces train_math's."""
 
     def __init__(self, model, replay):
         self.replay = replay
@@ -500,27 +506,27 @@ class RoutingReplay:
 
 
 def bf16_log_probs(model, batch, temperature):
-    """The training forward, old and new, under bfloat16 autocast. Replaces train_math's
-    response_log_probs."""
+    """Replaces train_math's response_log_probs: all forwards are under bfloat16 autocast."""
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return response_log_probs(model, batch, temperature)
 
 
 def float8(x):
-    """x rounded to 8 bits (e4m3) with one scale a tensor."""
+    """x, rounded to 8 bits (e4m3) with one scale per tensor."""
     scale = x.abs().max() / 448
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 class Engine:
-    """A sampler that is not quite the policy: "bf16" computes in bfloat16, "float8" has its weights
-    rounded to 8 bits, "stale" is the policy of 4 rollouts ago, or the first. With `direct` its
-    likelihoods are the old log-probs; otherwise the training forward gives them, as always.
+    """A sampler that differs a little from the policy: "bf16" computes in bfloat16, "float8" has
+    weights rounded to 8 bits, and "stale" is the policy of 4 rollouts ago, or the first one. With
+    `direct`, its log-probs serve as the old log-probs. Otherwise the training forward computes
+    them, as usual.
 
-    Its methods replace train_math's functions of these names, and `loss` corrects a loss of gspo.py
-    that takes (B, T): each token's advantage times the old policy's likelihood over the engine's,
-    at most 2 ("tis", truncated importance sampling), or 0 outside 0.5 to 5 ("icepop", 2510.18855).
-    """
+    The methods replace train_math's functions of the same names. `loss` corrects a loss of gspo.py
+    that takes advantages (B, T): each token's advantage is multiplied by the old policy's
+    likelihood over the sampler's. This factor is at most 2 ("tis", truncated importance sampling),
+    or 0 outside of 0.5 to 5 ("icepop", 2510.18855)."""
 
     def __init__(self, kind, direct, correction=None):
         self.kind = kind
@@ -544,7 +550,7 @@ class Engine:
         return responses, self.reported
 
     def build_minibatches(self, prompts, responses, advantages, cfg):
-        minibatches = minibatches_with_rows(prompts, responses, advantages, cfg)
+        minibatches = build_minibatches(prompts, responses, advantages, cfg)
         reported = [row[:len(response)] for row, response in zip(self.reported, responses)]
         for batch in itertools.chain(*minibatches):
             batch.reported = on_tokens(batch, reported)

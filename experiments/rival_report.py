@@ -19,9 +19,10 @@ from experiments.rival_settings import EARLY, EXPERIMENTS, GRPO, GSPO, NO_GATE, 
 
 RESULTS = Path(__file__).with_name("results") / "rivals"
 PRECISION = RESULTS.parent / "precision"
-STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # cold starts: the t of a 95% interval
-# No interval is narrower. Three cold starts may agree by luck: differences between arms above .75
-# have a pooled standard deviation of .053 (135 of them). Six: sampling 256 answers makes .02.
+STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # number of cold starts: t of a 95% interval
+# No interval is narrower than this. Three cold starts may agree by chance: 135 differences between
+# arms with an accuracy above 0.75 have a pooled standard deviation of 0.053. For six, the limit is
+# what the sampling of 256 answers causes, 0.02.
 NARROWEST = {3: 0.06, 6: 0.02}
 OPTIONAL = "experts changed", "sampled: greedy", "gradient norm"  # columns, where measured
 CLIPPED_AS_GSPO = "gspo_200", "luspo", "luspo_200"  # of the losses in successors.py
@@ -52,7 +53,8 @@ def comparable(arms, rows):
 
 
 def table(name, rows):
-    """Markdown: an arm a line, with the mean and every value; some columns only where measured."""
+    """Markdown: a line for each arm, with the mean and every value. Columns in which nothing was
+    measured are left out if they are OPTIONAL."""
     lines = []
     for panel, arms in EXPERIMENTS[name].items():
         first = None
@@ -86,7 +88,7 @@ def before_rl(what, shares):
 
 
 def cells_of(own, first):
-    """{column: what an arm's runs say, or -}"""
+    """{column: the cell of this arm, "-" if nothing was measured}; first: the panel's first arm."""
     def told(r):
         return f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in r["arm"])
 
@@ -118,20 +120,24 @@ def average(rows, metric, form, start=0):
     return format(statistics.fmean(values), form) if values else "-"
 
 
-def clipped(rows):
-    """The share of response tokens that the clip of this variant removes from the gradient.
+def clips_as_logged(spec):
+    """Whether the clip fraction that train_math.py logs is that of this variant's own clip.
 
-    train_math.py logs the share that the clip of gspo_loss or grpo_loss would remove. If a variant
-    clips in another way, its own share is not in the logs, and the cell is "-". A variant without a
-    clip removes nothing."""
-    spec = rows[0]["arm"]
+    It is computed for the clip of gspo_loss or grpo_loss. Some variants have no clip, or clip by
+    another rule: most losses of successors.py, noisy gates, gates on one side, random ones."""
     loss = dict(zip(("weight", "gate", "cap", "side", "shuffled"), spec.get("loss", [])))
-    if loss.get("gate") == "one":
+    if loss.get("gate") == "one" or loss.get("side", "both") != "both" or loss.get("shuffled"):
+        return False
+    return "noise" not in spec and spec.get("successor", "luspo") in CLIPPED_AS_GSPO
+
+
+def clipped(rows):
+    """The share of response tokens that the clip removes from the gradient; "-" if the logs do not
+    say it. A variant without a clip removes nothing."""
+    spec = rows[0]["arm"]
+    if "loss" in spec and spec["loss"][1] == "one":
         return "0.0%"
-    own_clip = spec.get("successor", "luspo") not in CLIPPED_AS_GSPO or "noise" in spec
-    if own_clip or loss.get("side", "both") != "both" or loss.get("shuffled"):
-        return "-"
-    return average(rows, "clip_fraction", ".1%")
+    return average(rows, "clip_fraction", ".1%") if clips_as_logged(spec) else "-"
 
 
 def spread(values):
@@ -160,8 +166,8 @@ def mean(rows, name="accuracy"):
 
 
 def difference(rows, others):
-    """Mean difference in accuracy over the cold starts that both have, and its 95% interval
-    (Student's t)."""
+    """The mean difference in accuracy over the cold starts that both have, with a 95% interval from
+    Student's t."""
     own = means(rows)
     first = means(others)
     d = [own[cold] - first[cold] for cold in own if cold in first]
@@ -175,8 +181,8 @@ def difference(rows, others):
 
 
 def draw(name, rows, path):
-    """A dot a run, coloured by cold start, a bar at the arm's mean; dotted lines where the cold
-    starts were."""
+    """A dot for each run, in the colour of its cold start, and a bar at the mean of the arm. Dotted
+    lines show the accuracy before RL."""
     panels = EXPERIMENTS[name]
     labels = [list(arms) for arms in panels.values()]
     alike = all(own == labels[0] for own in labels)
@@ -206,7 +212,7 @@ def draw(name, rows, path):
 
 
 def draw_factorial(rows, path):
-    """Three gates, in each the four weights a colour: a dot is a run, a bar the mean."""
+    """Three gates with four weights each, in four colours. A dot is a run, a bar the mean."""
     panels = list(EXPERIMENTS["factorial"].items())[:2]  # on short responses nothing differs
     weights = ["s (GSPO's)", "1", "the token's ratio, at most 2", "the token's ratio (GRPO's)"]
     figure = Figure((12, 4.2), layout="constrained")
@@ -233,7 +239,7 @@ def draw_factorial(rows, path):
 
 
 def draw_opening(rows, path):
-    """The opening's arms on two tasks: a dot is a run, a bar the mean."""
+    """The arms of `opening` on two tasks. A dot is a run, a bar the mean."""
     on_world = EXPERIMENTS["world"] | EXPERIMENTS["world_few"]
     panels = {
         "long task": {16: opening(**EARLY), 4: opening(**EARLY, epochs=1)},
@@ -266,12 +272,12 @@ def draw_opening(rows, path):
 
 
 def of_the_long_task(rows):
-    """Runs of the long task, but those that diverged."""
+    """The runs of the long task, without those that diverged."""
     return [r for r in rows if r["arm"]["task"] == "long" and r.get("entropy")]
 
 
 def cooling(rows):
-    """A line for the table: Spearman's correlation of right answers and the last entropy."""
+    """A line for the table: Spearman's correlation of the accuracy and the entropy at the end."""
     own = of_the_long_task(rows)
     values = torch.tensor([(r["accuracy"], r["entropy"][-1]) for r in own]).T
     ranks = values.argsort().argsort().double()
@@ -288,7 +294,7 @@ def kind_of(spec):
 
 
 def draw_cooling(rows, path):
-    """Right answers over the entropy at the end, a dot a run of the long task."""
+    """The accuracy over the entropy at the end, with a dot for each run of the long task."""
     figure = Figure((9, 4.5), layout="constrained")
     axis = figure.subplots()
     colours = {
@@ -314,9 +320,9 @@ def draw_cooling(rows, path):
 
 
 def draw_noise(rows, path):
-    """Right answers over the noise in the gate, in units of the policy's own movement: the spread
-    of log s. The marks are what rounding adds to log s on SmolLM2, in units of its movement by one
-    step at 1e-6 (precision.py's logs)."""
+    """The accuracy over the noise in the gate, in units of the standard deviation of log s that
+    training causes. The dotted lines are what rounding adds to log s on SmolLM2, in units of what
+    one step at a learning rate of 1e-6 causes there (from the logs of precision.py)."""
     figure = Figure((9, 4.5), layout="constrained")
     axis = figure.subplots()
     for epochs, dot, line in ((4, "o", "-"), (1, "^", "--")):

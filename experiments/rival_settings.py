@@ -11,7 +11,7 @@ A variant, `arm` in the logs, is a dictionary that says how a run differs from t
     successor   a loss of successors.py
     first       a variant that is trained before this one
     advantages, autocast, critic, engine, noise, replay, step_rewards, turns
-                parts of rival_parts.py; rivals.parts_of says which
+                parts of rival_parts.py; rivals.pieces_of says which
 """
 from collections import namedtuple
 from functools import partial
@@ -26,13 +26,14 @@ COMMON = dict(output_dir=None, device="cpu", instruction="", prompts_per_step=16
               minibatches=4, rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
 CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
 
-# make(tokenizer, seed) is a model, teach(model, tokenizer, seed) its cold start;
-# questions(seed, n), also of "held out" and "probe"; settings beside COMMON.
+# make(tokenizer, seed) returns a model with random weights. teach(model, tokenizer, seed) trains it
+# before RL; the result is a cold start. questions(seed, n) returns questions, also for the seeds
+# "held out" and "probe". settings: those of train_math.py that differ from COMMON.
 Task = namedtuple("Task", "make teach questions settings")
 
 
 def chains(least=20, most=32, make=tiny_model, questions=parts.long_questions, **taught):
-    """Chains of so many sums, 6 tokens each."""
+    """A task of `least` to `most` sums, with 6 tokens each."""
     return Task(
         make,
         partial(parts.long_cold_start, least=least, most=most, **taught),
@@ -53,7 +54,7 @@ TASKS = {
         parts.short_questions,
         dict(max_completion_length=40, learning_rate=8e-5),
     ),
-    # The lesson's small world: a cold start is a world, and tiny.py makes it.
+    # The lesson's small world: lesson/tiny.py makes its models.
     "world": Task(
         None,
         None,
@@ -68,18 +69,18 @@ TASKS |= {f"{tokens} tokens": chains(*steps) for tokens, steps in CHAINS.items()
 
 GSPO = "gspo"
 GRPO = "grpo"
-EARLY = {GSPO: 0.003, GRPO: 0.1}  # ranges picked on the questions that are reported
+NO_LOWER_BOUND = 0.99  # in the logs; gspo.py takes 1 for it
+EARLY = {GSPO: 0.003, GRPO: 0.1}  # ranges that were chosen on the questions that are reported
 
 
 def arm(algorithm, eps, task="long", epochs=4, **pieces):
-    """What sets a run apart, for JSON. eps is the lower clip range; the upper is 4/3 of it, as in
-    GSPO's paper."""
+    """A variant. eps is the lower clip range; the upper one is 4/3 of it, as in GSPO's paper."""
     return {"task": task, "algorithm": algorithm, "eps": eps, "epochs": epochs, **pieces}
 
 
 def no_gate(weight, *how, **more):
-    """.99 is a clip range that nothing leaves."""
-    return arm(GSPO, 0.99, loss=[weight, "one", None, *how], **more)
+    """No clip: the loss is given a ratio that stays 1."""
+    return arm(GSPO, NO_LOWER_BOUND, loss=[weight, "one", None, *how], **more)
 
 
 NO_GATE = no_gate("one")
@@ -99,8 +100,8 @@ def ranges_of_both(gspo, grpo, **more):
 
 
 def factorial(sequence, token, **more):
-    """gate x weight. The algorithm says which ratio the metrics describe."""
-    gates = {"sequence": (GSPO, sequence), "token": (GRPO, token), "one": (GSPO, 0.99)}
+    """All combinations of gate and weight. The algorithm says which ratio the metrics describe."""
+    gates = {"sequence": (GSPO, sequence), "token": (GRPO, token), "one": (GSPO, NO_LOWER_BOUND)}
     weights = {
         "s": ("sequence", None),
         "1": ("one", None),
@@ -119,8 +120,8 @@ def factorial(sequence, token, **more):
 
 
 def gate(eps, **more):
-    """GSPO's gate on one side; and as many responses as it would take out of each minibatch, but
-    others, at random."""
+    """GSPO's gate on one side only; and gates that remove as many responses from each minibatch as
+    GSPO's would, but at random."""
     def dropped(*how):
         return arm(GSPO, eps, loss=["sequence", "sequence", None, *how], **more)
 
@@ -135,7 +136,7 @@ def gate(eps, **more):
 
 
 def pushed_down(spec, ratio, *shares):
-    """An arm whose weight and gate are this ratio, and the same where an A < 0 counts less."""
+    """A variant, and the same one with a smaller factor for A < 0."""
     arms = {"A < 0 times 1": spec}
     for x in shares:
         arms[f"A < 0 times {x:g}"] = spec | {"loss": [ratio, ratio, None, "both", None, x]}
@@ -148,7 +149,7 @@ def without_gate_pushed_down(**more):
 
 
 def opening(gspo, grpo, **more):
-    """The arms that the lab's opening speaks of."""
+    """The variants in the opening of experiments/README.md."""
     return both(gspo, grpo, **more) | {
         "GSPO's gate, weight 1": arm(GSPO, gspo, loss=["one", "sequence", None], **more),
         "GRPO's gate, weight s": arm(GRPO, grpo, loss=["sequence", "token", None], **more),
@@ -158,11 +159,11 @@ def opening(gspo, grpo, **more):
 
 
 def after(name, eps, **more):
-    """A successor, with its own two numbers as eps; successors.py says what they are."""
+    """A successor of GSPO. eps holds its own two numbers, which successors.py explains."""
     return arm(GSPO, eps, successor=name, **more)
 
 
-SUCCESSORS = {  # the first: of the paper or, if it tells none, in use
+SUCCESSORS = {  # first the paper's numbers or, if it has none, those of an implementation
     "sapo": ([1.05, 1.0], [5.25, 5], [21, 20], [84, 80]),
     "cispo": ([1, 5.0], [1, 1.0], [1, 0.28], [1, 0.1]),
     "gmpo": ([0.4, 0.4], [0.2, 0.2], [0.1, 0.1], [0.03, 0.03]),
@@ -206,7 +207,7 @@ def credit(eps, **more):
 
 
 def engine(kind):
-    """Old log-probs recomputed by the training forward, or those that the engine reports."""
+    """The old log-probs come from the training forward, or from the engine that samples."""
     return {
         **both(**EARLY),
         **both(**EARLY, label=", recomputed", engine=[kind, False]),

@@ -34,8 +34,8 @@ from common.logs import append, read
 from common.tiny_model import tiny_tokenizer
 from experiments import exact, ratios, successors
 from experiments import rival_parts as parts
-from experiments.rival_report import RESULTS, arms_of, comparable, report
-from experiments.rival_settings import EXPERIMENTS, GSPO, TASKS, settings_of
+from experiments.rival_report import RESULTS, arms_of, clips_as_logged, comparable, report
+from experiments.rival_settings import EXPERIMENTS, GSPO, NO_LOWER_BOUND, TASKS, settings_of
 from gspo import grpo_loss, gspo_token_loss
 from lesson import tiny
 
@@ -54,9 +54,9 @@ def cold_folder(task, cold):
 
 
 def cold_start(task, cold):
-    """Make the folder of a cold start, unless it is there.
+    """Makes the pre-trained model of this task and seed, unless its folder exists.
 
-    Returns its accuracy by temperature, 0 being greedy."""
+    Returns {temperature: its accuracy}, where "0.0" is greedy decoding."""
     folder = cold_folder(task, cold)
     if task == "world":
         return json.loads((folder.parent / "start.json").read_text())
@@ -76,21 +76,20 @@ def cold_start(task, cold):
 
 
 def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
-    """Share of right answers to 256 questions (small world: 175): "held out", which RL never sees,
-    or others, to choose ranges by."""
+    """The accuracy on 256 questions (small world: 175). name: "held out", which RL never sees, or
+    "probe", by which clip ranges are chosen."""
     torch.manual_seed(cold)
     questions = TASKS[task].questions(name, 256)
     cfg = settings_of(task)
-    cfg.rollout_rows *= cfg.group_size  # 128 questions at once, or more
     if task == "two turns":
         return parts.TwoTurns(tokenizer, False).right(model, questions, temperature, cfg)
-    found = train_math.evaluate(model, tokenizer, questions, cfg, parts.task_reward, temperature)
+    found = train_math.evaluate(
+        model, tokenizer, questions, cfg, temperature, reward=parts.task_reward)
     return found["eval_reward"]
 
 
 def one_rollout(cold):
-    """What ratios.py asks for: the responses of one rollout on the long task, after four optimizer
-    steps."""
+    """For ratios.py: (seed, responses of one rollout on the long task after its updates)."""
     cold_start("long", cold)
     cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=0.003, eps_high=0.004)
     model, tokenizer = train_math.load(cold_folder("long", cold), "cpu")
@@ -99,7 +98,7 @@ def one_rollout(cold):
 
 
 def pieces_of(spec, model, tokenizer):
-    """What train() is given in place of its own parts: {name: function}."""
+    """{name: function} that replaces a function of train_math.py, for this variant."""
     pieces = {"reward": parts.task_reward}
 
     def take(part, *names):
@@ -110,7 +109,8 @@ def pieces_of(spec, model, tokenizer):
     if "noise" in spec:
         pieces["loss"] = parts.noisy_gate(spec["noise"])
     if "successor" in spec:
-        pieces["loss"] = getattr(successors, spec["successor"] + "_loss")
+        loss = getattr(successors, spec["successor"] + "_loss")
+        pieces["loss"] = loss if clips_as_logged(spec) else fixed_range(loss, spec["eps"])
         if spec["successor"] == "dr_grpo":
             pieces["group_advantages"] = successors.centred_advantages
     if "advantages" in spec:
@@ -138,12 +138,33 @@ def pieces_of(spec, model, tokenizer):
     return pieces
 
 
+def fixed_range(loss, eps):
+    """The loss with two numbers of its own, which may not be a clip range of gspo.py."""
+    low, high = eps
+    if low == NO_LOWER_BOUND:
+        low = 1
+
+    def with_own_numbers(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, **more):
+        return loss(log_probs, old_log_probs, advantages, mask, low, high, **more)
+
+    return with_own_numbers
+
+
+def clip_range(spec):
+    """(lower, upper) for train_math.py. None, its default, if the loss has numbers of its own."""
+    eps = spec["eps"]
+    if "successor" in spec and not clips_as_logged(spec):
+        return None, None
+    if eps == NO_LOWER_BOUND:
+        return 1.0, 1e9
+    return eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
+
+
 def train(spec, model, tokenizer, seed):
-    """Train one arm. Returns its rows of metrics, and its RoutingReplay if it has one."""
+    """Trains one variant. Returns its rows of metrics, and its RoutingReplay if it has one."""
     names = "algorithm", "epochs", "minibatches", "learning_rate", "max_steps"
     own = {name: spec[name] for name in names if name in spec}
-    eps = spec["eps"]
-    low, high = eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
+    low, high = clip_range(spec)
     cfg = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
     questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
     pieces = pieces_of(spec, model, tokenizer)
@@ -153,7 +174,7 @@ def train(spec, model, tokenizer, seed):
 
 
 def run(spec, cold, seed):
-    """Train one arm from a cold start, or after another arm; the line of runs.jsonl."""
+    """Trains one variant from a cold start, or after another variant. Returns a row of the log."""
     torch.set_num_threads(1)
     task = spec["task"]
     start = cold_start(task, cold)
@@ -164,13 +185,15 @@ def run(spec, cold, seed):
             train(spec["first"], model, tokenizer, seed)
             row["start"] = accuracy(model, tokenizer, task, cold)
         steps, replay = train(spec, model, tokenizer, seed + 50 * ("first" in spec))
-    except FloatingPointError as problem:  # it diverged: no answer is right
+    except FloatingPointError as problem:  # it diverged, which counts as an accuracy of 0
         return {**row, "accuracy": 0.0, "probe": 0.0, "greedy": 0.0, "problem": str(problem)}
     row["accuracy"] = accuracy(model, tokenizer, task, cold)
     row["probe"] = accuracy(model, tokenizer, task, cold, "probe")
     row["greedy"] = accuracy(model, tokenizer, task, cold, temperature=0.0)
     for name in KEPT:
         row[name] = [four_digits(step[name]) for step in steps]
+    if not clips_as_logged(spec):
+        del row["clip_fraction"]  # of a clip that this variant does not have
     if replay:
         row["experts_changed"] = [four_digits(x) for x in replay.changed if x > 0]
     return row
@@ -184,7 +207,7 @@ def four_digits(x):
 
 
 def missing(arms, colds, seeds, path):
-    """What run() is still to be given, each once."""
+    """The arguments of the calls of run() that are not in the logs yet."""
     there = [(row["arm"], row["cold"], row["seed"]) for row in read(path)]
     wanted = []
     for k, cold, spec in itertools.product(range(seeds), range(colds), arms):
@@ -200,8 +223,8 @@ def call(job):
 
 
 def run_all(arms, colds, seeds, jobs, path):
-    """Cold starts and runs that are not there yet, on `jobs` processes. Returns the rows of these
-    arms, from all seeds that every one of them has."""
+    """Makes the pre-trained models and the runs that are missing, in `jobs` processes. Returns the
+    rows of these arms, from all seeds that every one of them has."""
     wanted = missing(arms, colds, seeds, path)
     if wanted:
         starts = sorted({(spec["task"], cold) for spec, cold, _ in wanted})
@@ -223,10 +246,10 @@ def run_all(arms, colds, seeds, jobs, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", choices=["exact", "ratios", *EXPERIMENTS, "all"])
-    parser.add_argument("--colds", type=int, default=3, help="cold starts")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds, from each cold start")
+    parser.add_argument("--colds", type=int, default=3, help="pre-trained models")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds for each of them")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
-                        help="processes, a core each")
+                        help="processes; each uses one core")
     parser.add_argument("--results", type=Path, default=RESULTS,
                         help="folder; runs that it holds are not run again")
     parser.add_argument("--model", help="for ratios: hub id or folder of real weights")
@@ -256,4 +279,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nstopped: the same command goes on, and only the runs that were on are lost")
+        sys.exit("\nstopped: run the same command again to continue; unfinished runs start anew")

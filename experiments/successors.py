@@ -1,7 +1,9 @@
-"""GSPO's successors and neighbours, a loss each, for rivals.py to pass into train_math.train, with
-gspo.gspo_loss's arguments. What eps_low and eps_high mean, each docstring tells; rivals.SUCCESSORS
-has the papers' values. The formulas are those of implementations (TRL, verl, SkyRL); of the papers,
-abstracts were read."""
+"""The losses of GSPO's successors and of related algorithms, called like gspo.gspo_loss.
+
+Each docstring says what eps_low and eps_high mean; the values of the papers are in
+rival_settings.SUCCESSORS. The formulas are those of implementations (TRL, verl, SkyRL). Of the
+papers, the abstracts were read.
+"""
 import torch
 
 from gspo import _log_ratio, _loss, _token_mean, clipped_objective, gspo_loss

@@ -1,6 +1,6 @@
-"""The figure of lesson/README.md: what a response adds to the objective, against its ratio s.
+"""A figure of lesson/README.md: the objective of a response against its importance ratio s.
 
-    python -m lesson.clip_figure      # writes lesson/clip.png
+    python -m lesson.clip_figure      writes lesson/clip.png
 """
 from pathlib import Path
 

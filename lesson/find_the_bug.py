@@ -1,10 +1,10 @@
-"""Logs of silent bugs: the small world's loop with one mistake each, eight rollouts, no error.
+"""Logs of silent bugs: eight rollouts on the small world, with one mistake each and no error.
 
     python -m lesson.find_the_bug          the exercise: bugs/a.jsonl to g.jsonl, bugs/bugs.png
     python -m lesson.find_the_bug --all    all twelve bugs: results/bugs.md
 
-About half a minute a run on an idle core; runs are kept in runs/bugs/, and not made twice. Do not
-read on before find_the_bug.md is solved: here are the bugs.
+A run takes about half a minute on an idle core. Runs are kept in runs/bugs/ and not repeated. Do
+not read on before you have solved find_the_bug.md, because the bugs follow here.
 """
 import argparse
 import contextlib
@@ -63,7 +63,7 @@ def over_the_batch(rewards, group_size):
 
 
 def others_advantages(prompts, responses, advantages, cfg):
-    """Laid out as first responses, second responses, ..., while the responses are not."""
+    """The advantages are in another order than the responses: first responses, second ones, ..."""
     transposed = advantages.view(-1, cfg.group_size).T.flatten()
     return train_math.build_minibatches(prompts, responses, transposed, cfg)
 
@@ -76,7 +76,7 @@ def without_end_token(prompts, responses, advantages, cfg):
 
 
 def without_first_token(prompts, responses, advantages, cfg):
-    """The mask of ids[:, :-1], laid on the log-probs of ids[:, 1:]."""
+    """The mask of ids[:, :-1] is used for the log-probs of ids[:, 1:]."""
     minibatches = train_math.build_minibatches(prompts, responses, advantages, cfg)
     for batch in sum(minibatches, []):
         batch.mask[:, 1:] &= batch.mask[:, :-1].clone()
@@ -100,7 +100,7 @@ def leave_gradients(optimizer):
     pass
 
 
-BUGS = {  # what is wrong, and how: train_step's parts, flags, or the optimizer's zero_grad
+BUGS = {  # what is wrong: parts of train_math.py, flags, or the optimizer's zero_grad
     "nothing": {},
     "the ratio is always 1: the current log-probs stand for the old": {"loss": against_itself},
     "zero_grad is missing": {"zero_grad": leave_gradients},
@@ -122,7 +122,7 @@ BUGS = {  # what is wrong, and how: train_step's parts, flags, or the optimizer'
 
 
 def run(name):
-    """The rows of the small world's run with this bug, made now or kept from before."""
+    """The rows of the run with this bug, which is made now unless it was kept."""
     kept = Path("runs/bugs", f"{list(BUGS).index(name)}.jsonl")
     if not kept.exists():
         parts = dict(BUGS[name])
@@ -148,7 +148,7 @@ def answers():
 
 
 def shown(row):
-    """What the exercise shows of a row of metrics, in four digits."""
+    """What the exercise shows of a row of metrics, with four digits."""
     kept = {"step": row["step"]}
     for name in (*METRICS, "eval_reward"):
         if name in row:
@@ -162,7 +162,7 @@ def shown(row):
 
 
 def draw(logs, path):
-    """A line of panels for each log, {letter: rows}, with a column's panels on one scale."""
+    """A line of panels for each log, {letter: rows}. The panels of a column have the same scale."""
     figure = Figure((15, 11), layout="constrained")
     axes = figure.subplots(len(logs), len(PANELS), sharex=True, sharey="col")
     for line, (letter, rows) in zip(axes, logs.items()):
@@ -180,7 +180,7 @@ def draw(logs, path):
 
 
 def averages(rows):
-    """{metric: its mean over the rollouts}, with the loss's size, and eval_reward at the end."""
+    """{metric: its mean over the rollouts, of the loss's size}, and eval_reward at the end."""
     values = {"eval_reward": rows[-1]["eval_reward"]}
     for name in METRICS:
         known = [abs(row[name]) for row in rows[1:] if row[name] is not None]
@@ -189,7 +189,7 @@ def averages(rows):
 
 
 def table():
-    """All bugs, a line each, and in bold what differs by a factor of two."""
+    """A line for each bug; what differs by a factor of two is bold."""
     healthy = averages(run("nothing"))
     lines = [f"| wrong | {' | '.join(healthy)} |", "|---" * (1 + len(healthy)) + "|"]
     for name in BUGS:

@@ -24,7 +24,7 @@ RESULTS = Path(__file__).with_name("results")
 LOGS = RESULTS / "runs.jsonl"
 ARMS = {
     "GSPO": [],
-    "no clip": ["--eps_low", "0.99", "--eps_high", "1e9"]}
+    "no clip": ["--eps_low", "1", "--eps_high", "1e9"]}
 ONE_EPOCH = ["--minibatches", "4", "--epochs", "1"]  # as in the paper
 ONE_UPDATE = ["--minibatches", "1", "--epochs", "1"]
 PLACES = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)]  # world, seed
@@ -44,7 +44,7 @@ def run(name, flags, world, seed):
         tiny.main(["--world", str(world), "--seed", str(seed), "--output_dir", str(output), *flags])
         model, tokenizer = train_math.load(output / "model", "cpu")
         rows = read(output / "metrics.jsonl")
-        rows[-1]["sampled"] = tiny.right(model, tokenizer, tiny.questions()[1], 1.0)
+        rows[-1]["sampled"] = tiny.accuracy(model, tokenizer, tiny.questions()[1], 1.0)
         rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
         for row in rows:
             row.pop("eval_samples", None)

@@ -1,14 +1,35 @@
 """common/intervals.py, and the answers of models to held-out questions: evaluate.py, gsm8k.py."""
+import math
 from pathlib import Path
 
 import pytest
 
-from common.intervals import accuracy_text, paired
+from common.intervals import accuracy_text, gain_text, paired
 from common.logs import read
-from experiments.qwen import evaluate, gsm8k
+from experiments import evaluate
+from experiments.qwen import gsm8k
 from tests.conftest import one_line, sums, write_jsonl
 
 RESULTS = Path(gsm8k.__file__).parents[1] / "results" / "gsm8k"
+
+
+class TestGain:
+    def gain(self, won, lost, n):
+        same = [1.0] * (n - won - lost)
+        return gain_text([0.0] * won + [1.0] * lost + same, [1.0] * won + [0.0] * lost + same)
+
+    def test_counts_what_changed(self):
+        # 9 won, 1 lost: p = 2 (1 + 10) / 2^10; variance of the difference (10 / 100 - .08^2) / 100
+        half = 1.96 * math.sqrt((0.1 - 0.08**2) / 100)
+        assert self.gain(9, 1, 100) == (
+            f"+8.0% (95%: {0.08 - half:+.1%} to {0.08 + half:+.1%}), p = 0.021")
+
+    def test_a_loss_is_as_sure_as_a_gain(self):
+        assert self.gain(1, 9, 100).startswith("-8.0%")
+        assert self.gain(1, 9, 100).endswith("p = 0.021")
+
+    def test_nothing_changed(self):
+        assert self.gain(0, 0, 10) == "+0.0% (95%: +0.0% to +0.0%), p = 1"
 
 
 def test_compares_right_and_wrong_on_the_same_questions():
@@ -23,8 +44,7 @@ def test_compares_right_and_wrong_on_the_same_questions():
 
 
 def test_accuracy_has_wilsons_interval():
-    rows = [{"right": i < 1} for i in range(4)]
-    assert accuracy_text(rows) == "25.0% (4.6% to 69.9%)"
+    assert accuracy_text([0, 1, 0, 0]) == "25.0% (4.6% to 69.9%)"
 
 
 def test_makes_a_table_of_arms_at_each_temperature():
@@ -35,8 +55,8 @@ def test_makes_a_table_of_arms_at_each_temperature():
                 rows.append({
                     "question": i,
                     "temperature": t,
-                    "right": x,
-                    "flexible": True,
+                    "reward": x,
+                    "last_number": 1.0,
                     "cut": i == 0,
                     "tokens": 10 + i,
                 })
@@ -72,8 +92,8 @@ def flags(world, tmp_path):
 class TestCommand:
     def test_keeps_the_answers_and_asks_none_twice(self, flags, tmp_path, monkeypatch, capsys):
         path = tmp_path / "before.jsonl"
-        evaluate.main([str(path), *flags, "--temperatures", "0"])
         evaluate.main([str(path), *flags])
+        evaluate.main([str(path), *flags, "--temperature", "0", "1"])
         rows = read(path)
         assert [row["temperature"] for row in rows] == [0.0] * 3 + [1.0] * 3
         assert [row["question"] for row in rows] == [0, 1, 2] * 2
@@ -82,13 +102,13 @@ class TestCommand:
         assert all(row["cut"] == (row["tokens"] == 3) for row in rows)
         monkeypatch.setattr(evaluate.train_math, "load", None)
         capsys.readouterr()
-        evaluate.main([str(path), *flags])
+        evaluate.main([str(path), *flags, "--temperature", "1"])
         assert "| before | at temperature 1.0 |" in capsys.readouterr().out
 
     def test_compares_each_file_with_the_first(self, tmp_path, capsys):
         for name, right in ("before", [0, 0, 1, 1]), ("after", [1, 1, 1, 1]):
             write_jsonl(tmp_path / f"{name}.jsonl", [
-                {"question": i, "temperature": 0.0, "right": bool(x), "flexible": i < 3,
+                {"question": i, "temperature": 0.0, "reward": float(x), "last_number": float(i < 3),
                  "tokens": 5, "cut": False} for i, x in enumerate(right)])
         files = [str(tmp_path / f"{name}.jsonl") for name in ("before", "after")]
         evaluate.main(files)
@@ -103,5 +123,14 @@ class TestCommand:
         assert "--model no/such" in one_line(evaluate.main, path, *flags, "--model", "no/such")
         assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
         with pytest.raises(SystemExit):
+            evaluate.main([path, "--eval_size", "3"])
+        assert "unknown without --model: --eval_size 3" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
             evaluate.main([path])
         assert f"no answers in {path}" in capsys.readouterr().err
+
+    def test_refuses_answers_to_different_questions(self):
+        rows = [{"question": i, "reward": 1.0} for i in range(3)]
+        evaluate.difference(rows, rows, 0.0)
+        with pytest.raises(ValueError, match="different questions"):
+            evaluate.difference(rows, rows[1:], 0.0)

@@ -78,7 +78,7 @@ def one_batch(build_minibatches, *arguments):
 
 
 class TestSurrogate:
-    @pytest.mark.parametrize("eps", [(0.003, 0.004), (0.1, 0.2), (0.9, 9.0)])
+    @pytest.mark.parametrize("eps", [(0.003, 0.004), (0.1, 0.2), (0.8, 9.0)])
     def test_has_the_gradient_of_the_algorithm_on_its_diagonal(self, batch, eps):
         grpo = pushes(batch, "token", "token", eps=eps)
         assert_close(grpo, gradient(grpo_loss, batch, eps))
@@ -279,7 +279,7 @@ class TestAdvantages:
         assert len(minibatch) == 2
         of_row = {}
         for b in minibatch:
-            for i, row in enumerate(b.rows):
+            for i, row in enumerate(b.indices):
                 of_row[row] = b.advantages[i][b.mask[i]]
                 assert len(of_row[row]) == len(responses[row])
         assert (of_row[0] > 0).all()
@@ -294,22 +294,12 @@ class TestAdvantages:
         rewards = tensor([0.0, 1.0])
         ones = credit.group_advantages(rewards, 2)
         b = one_batch(credit.build_minibatches, [[5]] * 2, responses, ones)
-        order = tensor(b.rows).argsort()
+        order = tensor(b.indices).argsort()
         advantages = b.advantages[order]
         wrong, right = advantages[:, b.mask[0]]
         assert wrong[-1] < wrong[0], "own + one: 1 + 0 before, 0 + 0 after"
         assert wrong[0] == right[0], "1 + 0 and 0 + 1"
         assert right[0] < right[-1], "0 + 1 before, 1 + 1 after"
-
-    def test_know_the_rows_of_each_micro_batch(self):
-        responses = [[7] * 5, [7] * 2, [7] * 4, [7]]
-        advantages = tensor([0.5, 0, -1, 2])
-        cfg = train_math.Settings(device="cpu", minibatches=2, micro_batch_tokens=6)
-        minibatches = parts.minibatches_with_rows([[5]] * 4, responses, advantages, cfg)
-        (first,), (second, third) = minibatches
-        assert first.rows == [0] and first.advantages == 0.5
-        assert second.rows == [3] and second.advantages == 2
-        assert third.rows == [2] and third.advantages == -1
 
 
 class TestTwoTurns:
@@ -333,7 +323,8 @@ class TestTwoTurns:
     def test_mask_the_question_and_credit_each_turn(self, model, tokenizer, own):
         turns = parts.TwoTurns(tokenizer, own)
         asked = parts.two_turn_questions(0, 2, 3, 5)
-        prompts = train_math.encode_prompts(tokenizer, asked, "")
+        cfg = train_math.Settings(instruction="")
+        prompts = train_math.encode_prompts(tokenizer, asked, cfg)
         torch.manual_seed(0)
         ends = torch.arange(30)
         responses, sampled = turns.rollout(model, prompts, 2, 6, 1.0, ends)
@@ -342,7 +333,7 @@ class TestTwoTurns:
             question = asked[i // 2]["question"]
             then = tokenizer(question[4:] + "\n").input_ids
             assert len(then) == 4
-            assert responses[i] == first + then + second
+            assert responses[i] == first + second
         golds = [row["answer"] for row in asked for _ in range(2)]
         rewards = turns.reward(None, None, golds)
         assert rewards == [0.0] * 4
@@ -359,8 +350,8 @@ class TestTwoTurns:
         log_probs = log_probs_of(model, b).detach()
         of_first = 1, -1, 0, 0
         of_second = 0, 0, -1, 1
-        assert sorted(b.rows) == [0, 1, 2, 3]
-        for i, row in enumerate(b.rows):
+        assert sorted(b.indices) == [0, 1, 2, 3]
+        for i, row in enumerate(b.indices):
             mask = b.mask[i]
             first, second = turns_of[row]
             n = len(first)
@@ -368,7 +359,8 @@ class TestTwoTurns:
             assert mask.sum() == n + m, "the second question is masked out"
             given = log_probs[i][mask]
             assert_close(given[:n], sampled[row, :n])
-            assert_close(given[n:], sampled[row, 6:6 + m])
+            assert_close(given[n:], sampled[row, n:n + m])
+            assert (sampled[row, n + m:] == 0).all()
             if own:
                 given = b.advantages[i][mask] * 2**0.5
                 assert (given[:n] - of_first[row]).abs().max() < 1e-3
@@ -729,6 +721,21 @@ class TestRuns:
                 gradients[kind] = self.GRADIENTS[kind]
         different = set(gradients.values())
         assert len(different) == len(gradients), "a piece without effect"
+
+    def test_have_the_clip_range_that_their_settings_say(self):
+        def of(eps, **pieces):
+            return rivals.clip_range(rival_settings.arm("gspo", eps, **pieces))
+
+        assert of(0.003) == (0.003, 0.004)
+        assert of([2e-3, 2.5e-3], successor="luspo") == [2e-3, 2.5e-3]
+        assert of([84, 80], successor="sapo") == (None, None), "no clip range"
+        assert rivals.clip_range(rival_settings.NO_GATE) == (1.0, 1e9)
+
+    @pytest.mark.parametrize("name, eps", [("sapo", [84, 80]), ("dapo", [0.99, 1.4])])
+    def test_of_losses_with_numbers_of_their_own_run(self, small, name, eps):
+        row = rivals.run(rival_settings.after(name, eps, max_steps=2), 0, 5)
+        assert all(row["grad_norm"])
+        assert "clip_fraction" not in row, "which would be that of another clip"
 
     def test_with_noise_are_drawn_over_the_movement(self, monkeypatch):
         drawn = []

@@ -46,7 +46,7 @@ def test_world_0_starts_as_start_json_says():
     assert max(start.values()) < 0.35, "no temperature helps"
     _, held_out = tiny.questions()
     for temperature in 0.0, 1.0:
-        share = tiny.right(model, tokenizer, held_out, temperature)
+        share = tiny.accuracy(model, tokenizer, held_out, temperature)
         assert share == pytest.approx(start[str(temperature)], abs=0.03)  # CPUs round differently
 
 
@@ -61,12 +61,12 @@ def test_makes_a_world_once_and_never_a_half_of_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tiny, "warm_up", warm_up)
     with monkeypatch.context() as patch:
-        patch.setattr(tiny, "right", dies)
+        patch.setattr(tiny, "accuracy", dies)
         with pytest.raises(KeyboardInterrupt):
             tiny.world(3, tmp_path)
     assert made == [3]
     assert not (tmp_path / "world-3").exists()
-    monkeypatch.setattr(tiny, "right", lambda *arguments: 0.5)
+    monkeypatch.setattr(tiny, "accuracy", lambda *arguments: 0.5)
     folder = tiny.world(3, tmp_path)
     assert tiny.world(3, tmp_path) == folder
     assert made == [3, 3], "the second time it is there"
@@ -78,7 +78,7 @@ def test_makes_a_world_once_and_never_a_half_of_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, clip_range", [
     ([], (0.003, 0.004)),
     (["--algorithm", "grpo"], (0.2, 0.27)),
-    (["--eps_low", "0.99", "--eps_high", "1e9"], (0.99, 1e9))])
+    (["--eps_low", "1", "--eps_high", "1e9"], (1, 1e9))])
 def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range):
     folder = tmp_path / "run"
     small = SMALL | {"max_steps": 1, "minibatches": 4, "output_dir": folder}
@@ -88,7 +88,7 @@ def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range
     assert settings["group_size"] == 4
     assert (settings["eps_low"], settings["eps_high"]) == clip_range
     assert (folder / "metrics.png").read_bytes()[1:4] == b"PNG"
-    assert "the start, held out" in capsys.readouterr().out
+    assert "held-out accuracy before RL" in capsys.readouterr().out
 
 
 def test_help_tells_of_the_world_and_of_all_other_flags(capsys):

@@ -66,7 +66,7 @@ def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(tmp_path, monke
         assert "<end>" in text, "the end token is learned, too"
     with pytest.raises(SystemExit):
         warm_up.main([*flags, *data])
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     small = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     flags = ["--model", "out/cold", *small, *data, "--max_steps", "1", "--output_dir", "rl"]
     train_math.main(flags)

@@ -1,17 +1,22 @@
-"""Real weights on the real GSM8K's short questions, on a CPU: a cold start, GSPO, and controls.
+"""Qwen2.5-0.5B or SmolLM2 on GSM8K's short questions, on a CPU: warm-up, GSPO, and controls.
 
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID        # Qwen: hours
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2
     python -m experiments.qwen.gsm8k --show experiments/results/gsm8k         # the table again
 
---gsm8k holds train.jsonl and test.jsonl; of their questions those of one or two steps and under 220
-characters are kept. Parts, which --parts picks, and of which none is done twice (RL goes on where
-it was stopped): cold: supervised batches, for Qwen on own right answers with '#### number' put
-after them, for SmolLM2 on the dataset's solutions; gspo, grpo: RL from there, on the same questions
-in the same order; sft: --sft_steps supervised batches more, to tell RL from mere training on;
-evaluate: each model, and `base`, the one that was downloaded, on all held-out questions, greedy and
-sampled. All is written to --output_dir; at the end come table.md, answers.md and the picture, from
-what is there; --results copies them, with the logs.
+FOLDER holds train.jsonl and test.jsonl. Only questions of one or two steps and of fewer
+than 220 characters are used. --parts selects what is done. Nothing is done twice, and a run of RL
+that was interrupted continues:
+
+    cold      supervised training: for Qwen on correct answers of its own, with '#### number' after
+              them, for SmolLM2 on the solutions of the dataset
+    gspo, grpo    RL from there, on the same questions in the same order
+    sft       --sft_steps more supervised batches, to distinguish RL from further training
+    evaluate  every model, and `base`, the downloaded one, answers all held-out questions, greedily
+              and sampled
+
+Everything is written to --output_dir. At the end, table.md, answers.md and the picture are made
+from what is there. --results copies them to another folder, with the logs.
 """
 import argparse
 import random
@@ -24,7 +29,7 @@ import train_math
 from common import warm_up
 from common.logs import read, write
 from common.plot import draw
-from experiments.qwen import evaluate
+from experiments import evaluate
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
 COLD = {"qwen": 10, "smollm2": 12}
@@ -44,7 +49,7 @@ def is_short(row):
 def settings(flags):
     """train_math's settings, to answer 256 questions at once."""
     cfg = train_math.parse_settings(["--instruction", INSTRUCTION, *flags])
-    cfg.rollout_rows = 256 * cfg.group_size
+    cfg.rollout_rows = 256
     return cfg
 
 
@@ -58,11 +63,11 @@ def own_answers(args, n=128):
         model, tokenizer = train_math.load(args.model, cfg.device)
         rows = []
         torch.manual_seed(0)
-        _, texts = evaluate.sample(model, tokenizer, questions, 1.0, cfg)
-        for row, text, kept in zip(questions, texts, evaluate.judge(questions, texts)):
-            if kept["flexible"]:
-                answer = f"{text}\n#### {kept['gold']}"
-                rows.append({"question": row["question"], "answer": answer})
+        given = train_math.evaluate(model, tokenizer, questions, cfg, temperature=1.0)
+        for result in given["eval_results"]:
+            if result["last_number"]:
+                answer = f"{result['response']}\n#### {result['gold']}"
+                rows.append({"question": result["question"], "answer": answer})
         write(target, rows)
     return target
 
@@ -110,7 +115,7 @@ def side_by_side(questions, arms, n=8):
         text += f"**{question['question']}** (gold: {gold})\n\n"
         for arm, rows in arms.items():
             own = [row for row in rows if row["question"] == i and row["temperature"] == 0]
-            right = "right" if own[0]["right"] else "wrong"
+            right = "right" if own[0]["reward"] else "wrong"
             text += f"{arm}, {right}:\n```text\n{own[0]['response'].strip()}\n```\n"
     return text
 

@@ -1,4 +1,4 @@
-"""A small Qwen gets better at sums: real weights, on any CPU.
+"""Qwen2.5-0.5B learns sums by GSPO, on any CPU.
 
     python -m experiments.qwen.sums                         Qwen2.5-0.5B-Instruct, from the hub
     python -m experiments.qwen.sums --seed 1 --output_dir runs/sums_1
@@ -6,13 +6,16 @@
     python -m experiments.qwen.sums --show FOLDER           a run's table and picture, from its logs
     python -m experiments.qwen.sums --show FOLDER FOLDER    several runs in one table and picture
 
-Word problems of one line, answered in one line; a response earns 1 if its last number is right.
-The loop is train_math.main(). After it, the untrained model and the trained one answer 256
-questions, with numbers that no training question multiplies: greedily, and sampled at temperature
-1, as in training. Training also makes a model surer of what it says, and so does a lower
-temperature, for nothing: the untrained model is asked at two temperatures between, too, and is
-compared at its best. The same command goes on where it stopped, and does nothing twice. A run
-with other settings needs another folder; before.jsonl, the untrained model's answers, may be
+The questions are products in words, to be answered in one line. The reward is 1 if the last number
+of a response is correct. The training loop is train_math.main(). Afterwards, the pre-trained
+model and the trained one answer 256 held-out questions, whose products are in no training question:
+greedily, and sampled at temperature 1, as in training.
+
+Training also makes a model more confident, and so does a lower temperature, at no cost. Therefore
+the pre-trained model is also asked at two temperatures in between, and is compared at its best one.
+
+If the command is interrupted, run it again to continue; nothing is done twice. A run with other
+settings needs another folder. before.jsonl, with the answers of the pre-trained model, can be
 copied there if --model, --instruction and --max_completion_length are the same.
 """
 import random
@@ -22,14 +25,14 @@ from pathlib import Path
 import train_math
 from common.intervals import accuracy, accuracy_text, gain_text
 from common.logs import read, write
-from experiments.qwen import evaluate
+from experiments import evaluate
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
     "--prompts_per_step=16", "--group_size=4", "--learning_rate=1.5e-6", "--max_steps=10",
-    "--save_steps=5", "--eval_size=0", "--rollout_rows=1024"]  # all 256 questions at once
+    "--save_steps=5", "--eval_size=0", "--rollout_rows=256"]  # all held-out questions at once
 GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three: sums_range.py
-MAY_CHANGE = train_math.MAY_CHANGE - {"max_steps"}  # when a run goes on
+MAY_CHANGE = train_math.MAY_CHANGE - {"max_steps"} | {"questions"}  # when a run is resumed
 TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy
 
 
@@ -52,17 +55,6 @@ def last_number_reward(prompts, completions, answer, **columns):
     """1.0 for a completion whose last number is the answer, else 0.0."""
     given = [train_math.extract_answer(text, strict=False) for text in completions]
     return [float(number == gold) for number, gold in zip(given, answer)]
-
-
-def judge(questions, texts):
-    """What is kept of each answer; "result": does it name a number that is not in the question?"""
-    right = train_math.score(last_number_reward, questions, texts).tolist()
-    kept = []
-    for i, row in enumerate(questions):
-        number = train_math.extract_answer(texts[i], strict=False)
-        result = number not in (None, *row["factors"])
-        kept.append({"question": i, "factors": row["factors"], "right": right[i], "result": result})
-    return kept
 
 
 def missing(folder, when):
@@ -88,28 +80,44 @@ def load_run(folder):
     return rows[0]["settings"], rows[1:], answers
 
 
+def correct(rows):
+    """1 or 0 for each answer."""
+    return [row["reward"] for row in rows]
+
+
+def names_a_result(row, question):
+    """Whether the last number of a response is one that the question does not contain."""
+    number = train_math.extract_answer(row["response"], strict=False)
+    return number not in (None, *question["factors"])
+
+
 def minutes(steps):
     return f"{sum(row['seconds'] for row in steps) / 60:.0f}"
 
 
 def table(answers, steps, best):
     """Markdown: each of the answers, {(when, temperature): rows}, and after minus before."""
+    _, questions = make_questions()
     lines = [
         "model | temperature | right, by the last number (95%) | times 1 digit | times 2 digits | "
         "names a result | tokens",
         "---|---|---|---|---|---|---"]
     for (when, temperature), rows in answers.items():
-        cells = [when, temperature or "greedy", accuracy_text(rows)]
+        cells = [when, temperature or "greedy", accuracy_text(correct(rows))]
+        asked = [questions[row["question"]] for row in rows]
         for digits in 1, 2:
-            kind = [row for row in rows if len(row["factors"][0]) == digits]
-            cells.append(f"{accuracy(kind)[0]:.1%}")
-        for name in "result", "tokens":
-            cells.append(f"{sum(row[name] for row in rows) / len(rows):.3g}")
+            kind = [row["reward"] for row, question in zip(rows, asked)
+                    if len(question["factors"][0]) == digits]
+            cells.append(f"{sum(kind) / len(kind):.1%}")
+        results = sum(map(names_a_result, rows, asked))
+        tokens = sum(row["tokens"] for row in rows)
+        cells += [f"{results / len(rows):.3g}", f"{tokens / len(rows):.3g}"]
         lines.append(" | ".join(map(str, cells)))
     lines.append("")
     for temperature in TEMPERATURES["after"]:
         for other in dict.fromkeys([temperature, best]):
-            change = gain_text(answers["before", other], answers["after", temperature])
+            change = gain_text(
+                correct(answers["before", other]), correct(answers["after", temperature]))
             lines.append(f"- after at {temperature} minus before at {other}: {change}")
     return "\n".join(lines) + f"\n\n{len(steps)} rollouts, {minutes(steps)} minutes.\n"
 
@@ -126,11 +134,11 @@ def compare(runs):
         cells = [folder, algorithm, settings["seed"]]
         asked = [answers.get(key) for key in (("before", 0.0), ("after", 0.0), ("after", 1.0))]
         for rows in asked:
-            cells.append(f"{accuracy_text(rows)} of {len(rows)}" if rows else "-")
-        cells.append(gain_text(*asked[:2]) if all(asked[:2]) else "-")
+            cells.append(f"{accuracy_text(correct(rows))} of {len(rows)}" if rows else "-")
+        cells.append(gain_text(*map(correct, asked[:2])) if all(asked[:2]) else "-")
         lines.append(" | ".join(map(str, [*cells, len(steps), minutes(steps)])))
         if all(asked):
-            means.setdefault(algorithm, []).append([accuracy(rows)[0] for rows in asked])
+            means.setdefault(algorithm, []).append([accuracy(correct(rows))[0] for rows in asked])
     for algorithm, shares in means.items():
         cells = [f"{sum(column) / len(shares):.1%}" for column in zip(*shares)]
         lines.append(f"mean of {len(shares)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
@@ -154,7 +162,7 @@ def draw(runs, path, ylabel="right, by the last number (95%)"):
         shown[f"{name}, samples in training"] = line
         for (when, temperature), rows in answers.items():
             if temperature in TEMPERATURES["after"]:
-                y, low, high = accuracy(rows)
+                y, low, high = accuracy(correct(rows))
                 x, own = 0, "black"
                 if when == "after":
                     x = len(steps) + 0.8 + i / 4 + temperature * (len(runs) / 4 + 0.2)
@@ -165,7 +173,7 @@ def draw(runs, path, ylabel="right, by the last number (95%)"):
     for name, mark in ("held out, greedy", "s"), ("held out, sampled", "o"):
         line, = axis.plot([], [], mark, color="black")
         shown[name] = line
-    best = max(accuracy(rows)[0] for (when, _), rows in answers.items() if when == "before")
+    best = max(accuracy(correct(answers["before", x]))[0] for x in TEMPERATURES["before"])
     shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
     axis.set(xlabel="rollout", ylabel=ylabel, ylim=(0, 1))
     places = range(2, len(steps) + 1, 2)
@@ -189,7 +197,7 @@ def show(folders):
             draw(finished, folder.parent / "compared.png")
         return
     _, steps, answers = runs[folder]
-    best = max(TEMPERATURES["before"], key=lambda x: accuracy(answers["before", x]))
+    best = max(TEMPERATURES["before"], key=lambda x: accuracy(correct(answers["before", x])))
     text = table(answers, steps, best)
     (folder / "table.md").write_text(text, encoding="utf-8")
     draw(runs, folder / "sums.png")
@@ -202,7 +210,7 @@ def show(folders):
 def refuse_another(folder, cfg):
     """SystemExit: the folder has a run with other settings, and with the answers of its models."""
     for row in read(folder / "training" / "metrics.jsonl")[:1]:
-        changed = [name for name, value in vars(cfg).items()
+        changed = [name for name, value in train_math.fingerprint(cfg, []).items()
                    if name not in MAY_CHANGE and row["settings"].get(name) != value]
         if changed:
             sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}: choose "
@@ -222,7 +230,7 @@ def main(argv):
     questions, held_out = make_questions()
     if missing(folder, "after"):
         data = folder / "data"
-        with train_math.blame(f"--model {cfg.model} --output_dir {folder}"):
+        with train_math.exits_with(f"--model {cfg.model} --output_dir {folder}"):
             train_math.AutoTokenizer.from_pretrained(cfg.model)  # is there such a model?
             data.mkdir(parents=True, exist_ok=True)
             write(data / "train.jsonl", questions)
@@ -232,7 +240,7 @@ def main(argv):
     models = {"before": cfg.model, "after": folder / "training" / "model"}
     for when, model in models.items():
         path = folder / f"{when}.jsonl"
-        evaluate.ask(path, model, held_out, TEMPERATURES[when], cfg, judge)
+        evaluate.ask(path, model, held_out, TEMPERATURES[when], cfg, reward=last_number_reward)
     show([folder])
 
 

@@ -3,9 +3,10 @@
     python -m experiments.qwen.sums_range --model MODEL
     python -m experiments.qwen.sums_range --show experiments/results/sums/range
 
-One run of sums.py an arm, on a seed that it does not report. They are judged on 256 of its training
-questions, taken out: the 256 that it reports are neither trained on nor asked. An arm's log is
-written when it is done, its weights are not; the same command goes on with the next arm.
+Each arm is one run of sums.py, with a seed whose results are not reported. The arms are judged on
+256 training questions of sums.py, which are taken out of the training here. The 256 held-out
+questions that sums.py reports are neither trained on nor asked. The log of an arm is written when
+it has finished; its weights are not kept. An interrupted command continues with the next arm.
 """
 import argparse
 import sys
@@ -35,7 +36,7 @@ def run(arm, model, seed, n_held_out=256):
         f"--learning_rate={rate}"])
     cfg = replace(cfg, output_dir=None, save_steps=cfg.max_steps, eval_size=n_held_out)
     questions, _ = sums.make_questions()
-    with train_math.blame(f"--model {model}"):
+    with train_math.exits_with(f"--model {model}"):
         model, tokenizer = train_math.load(model, cfg.device)
     return train_math.train(cfg, model, tokenizer, questions[n_held_out:], questions[:n_held_out],
                             reward=sums.last_number_reward)
@@ -81,7 +82,7 @@ def main():
         return
     if not a.model:
         parser.error("--model or --show")
-    with train_math.blame(f"--output_dir {a.output_dir}"):
+    with train_math.exits_with(f"--output_dir {a.output_dir}"):
         a.output_dir.mkdir(parents=True, exist_ok=True)
     for name, arm in ARMS.items():
         path = a.output_dir / f"{name}.jsonl"
