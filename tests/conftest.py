@@ -154,3 +154,24 @@ def whole(command, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run(command, folder)
     return folder
+
+
+class PretendedCuda(str):
+    """A name of the CPU, for torch, that says that it is a CUDA device, for those who ask."""
+
+    type = "cuda"
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch):
+    """A function after whose call this model says that it is on a CUDA device."""
+
+    def pretend(model, native_bf16=True):
+        def is_bf16_supported(including_emulation=True):
+            return including_emulation or native_bf16
+
+        device = property(lambda self: PretendedCuda("cpu"))
+        monkeypatch.setattr(type(model), "device", device, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+
+    return pretend
