@@ -4,15 +4,16 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 
 import pytest
 import torch
 
+import gspo
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
-from gspo import gspo_loss
 
 torch.set_num_threads(1)  # models this small are slower on several
 
@@ -47,7 +48,7 @@ def gspo_loss_that_kills(call):
     def loss(*arguments, **more):
         if next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
-        return gspo_loss(*arguments, **more)
+        return gspo.gspo_loss(*arguments, **more)
 
     return loss
 
@@ -66,6 +67,12 @@ def write_jsonl(path, rows):
 def settings(**changes):
     """Settings of a few fast steps that write nothing."""
     return train_math.Settings(**{"output_dir": None} | SMALL | changes)
+
+
+def copy_script(folder):
+    """Copies train_math.py and gspo.py, which is all that it needs beside it."""
+    for module in train_math, gspo:
+        shutil.copy(module.__file__, folder)
 
 
 def encoded(tokenizer, questions=QUESTIONS):

@@ -2,10 +2,8 @@
 
 import json
 import math
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import train_math
 from common.logs import read
 from tests.conftest import (
     assert_same,
+    copy_script,
     one_line,
     parity_reward,
     run,
@@ -21,8 +20,6 @@ from tests.conftest import (
     sums,
     without_clocks,
 )
-
-TOP = Path(__file__).resolve().parents[1]
 
 
 def constant_reward(prompts, completions, **columns):
@@ -202,8 +199,7 @@ class TestAnAlgorithm:
     def test_from_outside_trains_and_is_measured_by_its_row(self, command, tmp_path, monkeypatch):
         """The user's file runs as a script. Its run is compared with one in which loss and
         advantages are passed as functions, and the clip range as settings."""
-        for name in "gspo.py", "train_math.py":
-            shutil.copy(TOP / name, tmp_path)
+        copy_script(tmp_path)
         (tmp_path / "own.py").write_text(OWN_ALGORITHM)
         flags = ["--output_dir", "own", "--max_steps", "2", "--learning_rate", "0.01"]
         done = subprocess.run(

@@ -45,6 +45,7 @@ from gspo import group_advantages, gspo_loss
 from tests.conftest import (
     QUESTIONS,
     assert_same,
+    copy_script,
     one_line,
     parity_reward,
     run,
@@ -932,8 +933,7 @@ train_math.main(reward=reward)
 
 class TestCommandLine:
     def test_needs_gspo_alone_beside_it_and_takes_an_own_reward(self, command, tmp_path):
-        for name in "gspo.py", "train_math.py":
-            shutil.copy(TOP / name, tmp_path)
+        copy_script(tmp_path)
         (tmp_path / "own.py").write_text(OWN_TASK)
         rows = [{"question": f"{i}?", "level": i} for i in range(10)]
         data = write_jsonl(tmp_path / "own.jsonl", rows)
@@ -1071,11 +1071,13 @@ class TestCommandLine:
         assert_same(whole, tmp_path / "a")
 
     def test_survives_a_console_that_cannot_show_every_character(self, command, tmp_path):
+        copy_script(tmp_path)
         rows = [{"question": f"有 {i}?", "answer": i} for i in range(10)]
         data = write_jsonl(tmp_path / "q.jsonl", rows)
         flags = [*command, "--dataset", data, "--output_dir", str(tmp_path / "a")]
         done = subprocess.run(
-            [sys.executable, TOP / "train_math.py", *flags, "--max_steps", "1"],
+            [sys.executable, "train_math.py", *flags, "--max_steps", "1"],
+            cwd=tmp_path,
             env=os.environ | {"PYTHONIOENCODING": "cp1252"},
             capture_output=True,
         )

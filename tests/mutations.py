@@ -1,0 +1,184 @@
+"""Do the tests notice mistakes in train_math.py?
+
+    python -m tests.mutations [--count 100] [--seed 0] [--results FILE] [--again]
+
+Each mutation changes one place of the syntax tree: an operator, a number, a condition, the order of
+two arguments, a keyword or a whole statement. The same seed draws the same mutations of the same
+file. Texts are not changed, because most of them are messages. The tests of train_math.py run on
+each mutation until one fails or until they take too long; both count as caught. A mutation with
+which the file cannot be imported is skipped, and another one is drawn.
+
+Results are appended to a file, so that an interrupted run can be continued. --again tests the
+survivors of that file again, after the tests have been improved. Survivors that cannot change the
+behaviour, or that only a GPU could show, are in EXPLAINED with the reason.
+"""
+import argparse
+import ast
+import importlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+
+from common import logs
+
+TOP = Path(__file__).resolve().parents[1]
+TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers")
+CANNOT_BE_IMPORTED = 99
+SWAPPED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Mod: ast.Mult,
+    ast.FloorDiv: ast.Div, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+    ast.And: ast.Or, ast.Or: ast.And}  # fmt: skip
+DROPPED = (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If)
+EXPLAINED = {}  # the mutation as it is printed: why no test can notice it
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def kinds_of(node):
+    """The kinds of mutation that this node allows."""
+    if isinstance(node, (ast.Compare, ast.BinOp, ast.BoolOp)):
+        operator = node.ops[0] if isinstance(node, ast.Compare) else node.op
+        return ["operator"] * (type(operator) in SWAPPED)
+    if isinstance(node, ast.Constant):
+        return ["constant"] * isinstance(node.value, (int, float))
+    kinds = []
+    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+        kinds.append("condition")
+    if isinstance(node, ast.UnaryOp):
+        kinds.append("unary operator")
+    if isinstance(node, ast.Call):
+        kinds += ["arguments"] * (len(node.args) > 1)
+        kinds += [f"keyword {i}" for i in range(len(node.keywords))]
+    if isinstance(node, DROPPED) and not is_text(getattr(node, "value", None)):
+        kinds.append("statement")
+    return kinds
+
+
+class Mutate(ast.NodeTransformer):
+    """Applies one kind of mutation to one node, which is given by its number in ast.walk."""
+
+    def __init__(self, tree, number, kind):
+        self.target = list(ast.walk(tree))[number]
+        self.kind = kind
+
+    def visit(self, node):
+        if node is not self.target:
+            return self.generic_visit(node)
+        if self.kind == "statement":
+            return ast.Pass()
+        if self.kind == "unary operator":
+            return node.operand
+        if self.kind == "condition":
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        elif self.kind == "arguments":
+            node.args[:2] = reversed(node.args[:2])
+        elif self.kind.startswith("keyword"):
+            del node.keywords[int(self.kind.split()[1])]
+        elif self.kind == "constant":
+            is_bool = isinstance(node.value, bool)
+            node.value = not node.value if is_bool else node.value * 2 or 1
+        elif isinstance(node, ast.Compare):
+            node.ops[0] = SWAPPED[type(node.ops[0])]()
+        else:
+            node.op = SWAPPED[type(node.op)]()
+        return node
+
+
+def mutations(source, seed):
+    """All mutations of the source in a random order, as (what has changed, new source)."""
+    places = []
+    for number, node in enumerate(ast.walk(ast.parse(source))):
+        places += [(number, kind) for kind in kinds_of(node)]
+    before = ast.unparse(ast.parse(source)).split("\n")
+    for number, kind in random.Random(seed).sample(places, len(places)):
+        tree = ast.parse(source)
+        after = ast.unparse(Mutate(tree, number, kind).visit(tree)).split("\n")
+        changed = [i for i, line in enumerate(before) if line != (after + [""] * 999)[i]]
+        if changed:
+            i = changed[0]
+            yield f"{i}: {before[i].strip()}  ->  {after[i].strip()}", "\n".join(after)
+
+
+def run_tests(folder, log):
+    """In a process of its own: the tests, with the train_math.py of this folder."""
+    os.setsid()
+    for stream in 1, 2:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    for name in list(sys.modules):
+        if name.startswith(("train_math", "tests.test_", "tests.conftest", "common")):
+            del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    try:
+        importlib.import_module("train_math")
+    except BaseException:
+        os._exit(CANNOT_BE_IMPORTED)
+    files = [str(TOP / "tests" / f"{name}.py") for name in TESTS]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", f"--basetemp={folder}/files"]
+    os._exit(pytest.main([*files, *options]))
+
+
+def outcome(source, limit=None):
+    """("survived", "caught" or "skipped", the summary of the tests)."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train_math.py").write_text(source, encoding="utf-8")
+        log = Path(folder, "log")
+        process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, log))
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+            return "caught", "it took too long"
+        summary = [line for line in log.read_text().split("\n") if line.startswith("FAILED")]
+        words = {0: "survived", CANNOT_BE_IMPORTED: "skipped"}
+        return words.get(process.exitcode, "caught"), (summary or ["no summary"])[0]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=Path("runs/mutations.jsonl"))
+    parser.add_argument("--again", action="store_true", help="test the survivors again")
+    args = parser.parse_args()
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    source = (TOP / "train_math.py").read_text(encoding="utf-8")
+    crc = zlib.crc32(source.encode())
+    known = {row["change"]: row for row in logs.read(args.results) if row["crc"] == crc}
+    for name in TESTS:
+        importlib.import_module(f"tests.{name}")  # so that no mutation has to wait for imports
+    start = time.perf_counter()
+    if outcome(source)[0] != "survived":
+        sys.exit("the tests fail without any mutation")
+    limit = 60 + 3 * (time.perf_counter() - start)
+    counts = {"caught": 0, "survived": 0, "explained": 0, "skipped": 0}
+    for change, mutated in mutations(source, args.seed):
+        row = known.get(change)
+        if not row or (args.again and row["outcome"] == "survived"):
+            word, test = outcome(mutated, limit)
+            row = {"crc": crc, "change": change, "outcome": word, "test": test}
+            logs.append(args.results, row)
+        survived = row["outcome"] == "survived"
+        reason = EXPLAINED.get(change.split(": ", 1)[1])
+        counts["explained" if survived and reason else row["outcome"]] += 1
+        if survived:
+            print(f"survived: {change}   {reason or ''}", flush=True)
+        if sum(counts.values()) - counts["skipped"] == args.count:
+            break
+    print(counts)
+
+
+if __name__ == "__main__":
+    main()
