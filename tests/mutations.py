@@ -3,14 +3,10 @@
     python -m tests.mutations [--count 100] [--seed 0] [--results FILE] [--again]
 
 Each mutation changes one place of the syntax tree: an operator, a number, a condition, the order of
-two arguments, a keyword or a whole statement. The same seed draws the same mutations of the same
-file. Texts are not changed, because most of them are messages. The tests of train_math.py run on
-each mutation until one fails or until they take too long; both count as caught. A mutation with
-which the file cannot be imported is skipped, and another one is drawn.
-
-Results are appended to a file, so that an interrupted run can be continued. --again tests the
-survivors of that file again, after the tests have been improved. Survivors that cannot change the
-behaviour, or that only a GPU could show, are in EXPLAINED with the reason.
+two arguments, a keyword or a whole statement. Texts stay, because most of them are messages. Then
+the tests of train_math.py run until one fails or until they take too long; both count as caught. A
+mutation with which the file cannot be imported is skipped, and another one is drawn. An interrupted
+run can be continued. --again tests the survivors in the results file again.
 """
 import argparse
 import ast
@@ -39,11 +35,8 @@ SWAPPED = {
     ast.FloorDiv: ast.Div, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
     ast.And: ast.Or, ast.Or: ast.And}  # fmt: skip
 DROPPED = (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If)
-EXPLAINED = {}  # the mutation as it is printed: why no test can notice it
-
-
-def is_text(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+# Survivors that are no fault of the tests: the statement after the mutation, and the reason.
+EXPLAINED = {}
 
 
 def kinds_of(node):
@@ -61,65 +54,68 @@ def kinds_of(node):
     if isinstance(node, ast.Call):
         kinds += ["arguments"] * (len(node.args) > 1)
         kinds += [f"keyword {i}" for i in range(len(node.keywords))]
-    if isinstance(node, DROPPED) and not is_text(getattr(node, "value", None)):
-        kinds.append("statement")
-    return kinds
+    value = getattr(node, "value", None)
+    is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return kinds + ["statement"] * (isinstance(node, DROPPED) and not is_text)
 
 
-class Mutate(ast.NodeTransformer):
-    """Applies one kind of mutation to one node, which is given by its number in ast.walk."""
+def mutate(node, kind):
+    """The node after the mutation."""
+    if kind == "statement":
+        return ast.Pass()
+    if kind == "unary operator":
+        return node.operand
+    if kind == "condition":
+        node.test = ast.UnaryOp(ast.Not(), node.test)
+    elif kind == "arguments":
+        node.args[:2] = reversed(node.args[:2])
+    elif kind.startswith("keyword"):
+        del node.keywords[int(kind.split()[1])]
+    elif kind == "constant":
+        is_bool = isinstance(node.value, bool)
+        node.value = not node.value if is_bool else node.value * 2 or 1
+    elif isinstance(node, ast.Compare):
+        node.ops[0] = SWAPPED[type(node.ops[0])]()
+    else:
+        node.op = SWAPPED[type(node.op)]()
+    return node
 
-    def __init__(self, tree, number, kind):
-        self.target = list(ast.walk(tree))[number]
+
+class At(ast.NodeTransformer):
+    """Mutates one node of a tree."""
+
+    def __init__(self, target, kind):
+        self.target = target
         self.kind = kind
 
     def visit(self, node):
-        if node is not self.target:
-            return self.generic_visit(node)
-        if self.kind == "statement":
-            return ast.Pass()
-        if self.kind == "unary operator":
-            return node.operand
-        if self.kind == "condition":
-            node.test = ast.UnaryOp(ast.Not(), node.test)
-        elif self.kind == "arguments":
-            node.args[:2] = reversed(node.args[:2])
-        elif self.kind.startswith("keyword"):
-            del node.keywords[int(self.kind.split()[1])]
-        elif self.kind == "constant":
-            is_bool = isinstance(node.value, bool)
-            node.value = not node.value if is_bool else node.value * 2 or 1
-        elif isinstance(node, ast.Compare):
-            node.ops[0] = SWAPPED[type(node.ops[0])]()
-        else:
-            node.op = SWAPPED[type(node.op)]()
-        return node
+        return mutate(node, self.kind) if node is self.target else self.generic_visit(node)
 
 
 def mutations(source, seed):
     """All mutations of the source in a random order, as (what has changed, new source)."""
-    places = []
-    for number, node in enumerate(ast.walk(ast.parse(source))):
-        places += [(number, kind) for kind in kinds_of(node)]
+    nodes = enumerate(ast.walk(ast.parse(source)))
+    places = [(number, kind) for number, node in nodes for kind in kinds_of(node)]
     before = ast.unparse(ast.parse(source)).split("\n")
     for number, kind in random.Random(seed).sample(places, len(places)):
         tree = ast.parse(source)
-        after = ast.unparse(Mutate(tree, number, kind).visit(tree)).split("\n")
-        changed = [i for i, line in enumerate(before) if line != (after + [""] * 999)[i]]
-        if changed:
-            i = changed[0]
-            yield f"{i}: {before[i].strip()}  ->  {after[i].strip()}", "\n".join(after)
+        target = list(ast.walk(tree))[number]
+        after = ast.unparse(At(target, kind).visit(tree)).split("\n")
+        for i, (line, new_line) in enumerate(zip(before, after)):
+            if line != new_line:
+                yield f"{i}: {line.strip()}  ->  {new_line.strip()}", "\n".join(after)
+                break
 
 
 def run_tests(folder, log):
-    """In a process of its own: the tests, with the train_math.py of this folder."""
+    """Run the tests in this process, which ends with them, on the train_math.py of the folder."""
     os.setsid()
     for stream in 1, 2:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     for name in list(sys.modules):
         if name.startswith(("train_math", "tests.test_", "tests.conftest", "common")):
             del sys.modules[name]
-    sys.path.insert(0, str(folder))
+    sys.path.insert(0, folder)
     try:
         importlib.import_module("train_math")
     except BaseException:
@@ -130,7 +126,7 @@ def run_tests(folder, log):
 
 
 def outcome(source, limit=None):
-    """("survived", "caught" or "skipped", the summary of the tests)."""
+    """("survived", "caught" or "skipped", the test that failed)."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train_math.py").write_text(source, encoding="utf-8")
         log = Path(folder, "log")
@@ -140,10 +136,10 @@ def outcome(source, limit=None):
         if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
-            return "caught", "it took too long"
-        summary = [line for line in log.read_text().split("\n") if line.startswith("FAILED")]
+            return "caught", "they took too long"
+        failed = [line for line in log.read_text().split("\n") if line.startswith("FAILED")]
         words = {0: "survived", CANNOT_BE_IMPORTED: "skipped"}
-        return words.get(process.exitcode, "caught"), (summary or ["no summary"])[0]
+        return words.get(process.exitcode, "caught"), "".join(failed)
 
 
 def main():
@@ -158,7 +154,7 @@ def main():
     crc = zlib.crc32(source.encode())
     known = {row["change"]: row for row in logs.read(args.results) if row["crc"] == crc}
     for name in TESTS:
-        importlib.import_module(f"tests.{name}")  # so that no mutation has to wait for imports
+        importlib.import_module(f"tests.{name}")  # so that the imports take their time only once
     start = time.perf_counter()
     if outcome(source)[0] != "survived":
         sys.exit("the tests fail without any mutation")
@@ -171,10 +167,10 @@ def main():
             row = {"crc": crc, "change": change, "outcome": word, "test": test}
             logs.append(args.results, row)
         survived = row["outcome"] == "survived"
-        reason = EXPLAINED.get(change.split(": ", 1)[1])
-        counts["explained" if survived and reason else row["outcome"]] += 1
+        reason = EXPLAINED.get(change.split("  ->  ")[1], "") if survived else ""
+        counts["explained" if reason else row["outcome"]] += 1
         if survived:
-            print(f"survived: {change}   {reason or ''}", flush=True)
+            print(f"survived: {change}   {reason}", flush=True)
         if sum(counts.values()) - counts["skipped"] == args.count:
             break
     print(counts)

@@ -361,14 +361,14 @@ class TestTraining:
         moved_by = {0: [-0.4, 0.0], 3: [0.0, 0.5, 0.5, 0.6], 4: [0.0, 0.0]}
         sampled = torch.zeros(6, 4)
         for i, response in enumerate(responses):
-            sampled[i, : len(response)] = -1.0
-        sampled[3, 1] = -1.7
+            sampled[i, : len(response)] = -1 - i
+        sampled[3, 1] = -4.7
 
         def response_log_probs(model, batch, temperature):
-            log_probs = -batch.mask.float()
-            if torch.is_grad_enabled():
-                for k, i in enumerate(batch.indices):
-                    log_probs[k, batch.mask[k]] += torch.tensor(moved_by[i])
+            log_probs = torch.zeros(batch.mask.shape)
+            for k, i in enumerate(batch.indices):
+                moved = torch.tensor(moved_by[i]) * torch.is_grad_enabled()
+                log_probs[k, batch.mask[k]] = moved - 1 - i
             return log_probs + 0 * model.lm_head.weight.sum()
 
         def loss(*arguments, denominator):
@@ -392,7 +392,7 @@ class TestTraining:
         assert (row["loss"], row["grad_norm"]) == (1.5, 0)
         assert row["equal_reward_groups"] == 0
         assert row["response_length"] == 13 / 6 and row["cut"] == 1 / 6
-        assert row["entropy"] == pytest.approx((13 + 0.7) / 13)
+        assert row["entropy"] == pytest.approx((2 + 2 + 9 + 16 + 10 + 6 + 0.7) / 13)
         assert row["sampler_gap"] == pytest.approx(0.7 / 8)
 
     def test_of_gspo_token_equals_gspo_and_grpo_differs(self, world):
