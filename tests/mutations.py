@@ -26,7 +26,7 @@ import pytest
 from common import logs
 
 TOP = Path(__file__).resolve().parents[1]
-TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers")
+TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers", "test_script")
 CANNOT_BE_IMPORTED = 99
 SWAPPED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,13 +10,11 @@ import train_math
 from common.logs import read
 from tests.conftest import (
     assert_same,
-    copy_script,
     one_line,
     parity_reward,
     run,
     settings,
     sums,
-    without_clocks,
 )
 
 
@@ -169,63 +165,7 @@ class TestAFaultyReward:
                 json.loads(line, parse_constant=refuse)
 
 
-OWN_ALGORITHM = """
-import train_math
-
-
-def cispo_loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
-    ratio = (log_probs - old_log_probs).exp().clamp(1 - eps_low, 1 + eps_high).detach()
-    objective = (ratio * advantages[:, None] * log_probs * mask).sum(1) / mask.sum(1)
-    return -objective.sum() / denominator
-
-
-def centred(rewards, group_size):
-    groups = rewards.view(-1, group_size)
-    return (groups - groups.mean(1, keepdim=True)).flatten()
-
-
-def reward(prompts, completions, **columns):
-    return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
-
-
-train_math.ALGORITHMS["cispo"] = train_math.Algorithm(
-    cispo_loss, 1.0, 4.0, ratio="token", advantages=centred)
-if __name__ == "__main__":
-    train_math.main(reward=reward)
-"""
-
-
 class TestAnAlgorithm:
-    def test_from_outside_trains_and_is_measured_by_its_row(self, command, tmp_path, monkeypatch):
-        """The user's file runs as a script. Its run is compared with one in which loss and
-        advantages are passed as functions, and the clip range as settings."""
-        copy_script(tmp_path)
-        (tmp_path / "own.py").write_text(OWN_ALGORITHM)
-        flags = ["--output_dir", "own", "--max_steps", "2", "--learning_rate", "0.01"]
-        done = subprocess.run(
-            [sys.executable, "own.py", *command, "--algorithm", "cispo", *flags],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        rows = read(tmp_path / "own" / "metrics.jsonl")
-        assert rows[0]["settings"]["algorithm"] == "cispo"
-        assert [rows[0]["settings"][name] for name in ("eps_low", "eps_high")] == [1.0, 4.0]
-
-        monkeypatch.setattr(train_math, "ALGORITHMS", dict(train_math.ALGORITHMS))
-        names = {"__name__": "own"}
-        exec(OWN_ALGORITHM, names)
-        parts = {"loss": names["cispo_loss"], "group_advantages": names["centred"]}
-        more = ["--algorithm", "grpo", "--eps_low", "1", "--eps_high", "4", *flags]
-        flags = [*command, *more, "--output_dir", str(tmp_path / "parts")]
-        train_math.main(flags, parity_reward, **parts)
-        expected = read(tmp_path / "parts" / "metrics.jsonl")
-        assert without_clocks(rows)[1:] == without_clocks(expected)[1:]
-        weights = [tmp_path / run / "model" / "model.safetensors" for run in ("own", "parts")]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
-        assert rows[2]["log_ratio_std"] > 0
-
     @pytest.mark.parametrize("ratio", ["sequence", "token"])
     def test_is_asked_which_ratio_it_clips(self, fresh, monkeypatch, ratio):
         """The log-probs of a response change by +1 and -1 in turn, so that s is about 1, and all

@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from importlib.util import find_spec
@@ -45,7 +44,6 @@ from gspo import group_advantages, gspo_loss
 from tests.conftest import (
     QUESTIONS,
     assert_same,
-    copy_script,
     one_line,
     parity_reward,
     run,
@@ -777,20 +775,6 @@ class TestResuming:
         run(command, tmp_path / "killed")
         assert_same(whole, tmp_path / "killed")
 
-    @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-    def test_after_kill_9_equals_a_run_never_killed(self, command, whole, tmp_path):
-        """A process sends itself SIGKILL in the middle of step 4."""
-        script = f"""
-from tests.conftest import gspo_loss_that_kills, parity_reward, train_math
-flags = {[*command, "--output_dir", str(tmp_path / "killed")]!r}
-train_math.main(flags, parity_reward, loss=gspo_loss_that_kills(14))
-"""
-        done = subprocess.run([sys.executable, "-c", script], cwd=TOP, capture_output=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        assert 2 <= len(torch.load(tmp_path / "killed" / "state.pt")["rows"]) < 6
-        run(command, tmp_path / "killed")
-        assert_same(whole, tmp_path / "killed")
-
     @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     @pytest.mark.parametrize("times", [1, 2])
@@ -922,36 +906,7 @@ train_math.main(flags, parity_reward, loss=gspo_loss_that_kills(14))
         FileLock(tmp_path / "a" / "lock").acquire(timeout=0)
 
 
-OWN_TASK = """import train_math
-
-def reward(prompts, completions, level, **columns):
-    return [float(len(text) > n) for text, n in zip(completions, level)]
-
-train_math.main(reward=reward)
-"""
-
-
 class TestCommandLine:
-    def test_needs_gspo_alone_beside_it_and_takes_an_own_reward(self, command, tmp_path):
-        copy_script(tmp_path)
-        (tmp_path / "own.py").write_text(OWN_TASK)
-        rows = [{"question": f"{i}?", "level": i} for i in range(10)]
-        data = write_jsonl(tmp_path / "own.jsonl", rows)
-        flags = ["--dataset", data, "--output_dir", "runs/own", "--max_steps", "2"]
-        done = subprocess.run(
-            [sys.executable, "own.py", *command, *flags],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "8 questions and 2 held-out ones" in done.stdout
-        assert "runs/own/model is the model after step 2" in done.stdout
-        assert "Traceback" not in done.stderr
-        rows = read(tmp_path / "runs" / "own" / "metrics.jsonl")
-        assert len(rows) == 3 and rows[2]["eval_questions"] == 2
-        assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
-
     @pytest.mark.parametrize(
         "flags, word",
         [
@@ -1069,21 +1024,6 @@ class TestCommandLine:
         thread.join()
         assert not errors
         assert_same(whole, tmp_path / "a")
-
-    def test_survives_a_console_that_cannot_show_every_character(self, command, tmp_path):
-        copy_script(tmp_path)
-        rows = [{"question": f"有 {i}?", "answer": i} for i in range(10)]
-        data = write_jsonl(tmp_path / "q.jsonl", rows)
-        flags = [*command, "--dataset", data, "--output_dir", str(tmp_path / "a")]
-        done = subprocess.run(
-            [sys.executable, "train_math.py", *flags, "--max_steps", "1"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONIOENCODING": "cp1252"},
-            capture_output=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert b"? 8? -> " in done.stdout
-        assert read(tmp_path / "a" / "eval_0.jsonl")[0]["question"] == "有 8?"
 
     def test_rewards_correct_numbers_if_no_reward_is_given(self, command, tmp_path, capsys):
         train_math.main([*command, "--output_dir", str(tmp_path / "a"), "--max_steps", "1"])
