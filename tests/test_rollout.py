@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    CTRLConfig,
+    CTRLLMHeadModel,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -48,6 +50,7 @@ KINDS = {  # the model class, its config class, its settings
     "a short window": (Qwen2ForCausalLM, Qwen2Config, SIZES | SLIDING | {"sliding_window": 8}),
     "Gemma 3": (Gemma3ForCausalLM, Gemma3TextConfig, SIZES | {"head_dim": 8, "sliding_window": 8}),
     "LFM2": (Lfm2ForCausalLM, Lfm2Config, SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "CTRL": (CTRLLMHeadModel, CTRLConfig, {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 2}),
     "eager": (Qwen2ForCausalLM, Qwen2Config, SIZES | {"attn_implementation": "eager"}),
 }
 
@@ -233,6 +236,7 @@ class TestWhichSampler:
             ("a short window", False),
             ("Gemma 3", False),
             ("LFM2", False),
+            ("CTRL", False),
             ("eager", False),
         ],
     )

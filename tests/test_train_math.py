@@ -970,6 +970,27 @@ class TestCommandLine:
         given = train_math.Settings(algorithm="grpo", eps_low=0.1)
         assert dataclasses.replace(given, algorithm="gspo").clip_range() == (0.1, 4e-4)
 
+    def test_has_these_defaults(self):
+        """A changed default is a change for everybody who repeats a run without flags."""
+        numbers = {k: v for k, v in vars(train_math.Settings()).items() if not isinstance(v, str)}
+        assert numbers == {
+            "seed": 0,
+            "eps_low": None,
+            "eps_high": None,
+            "group_size": 8,
+            "prompts_per_step": 32,
+            "minibatches": 4,
+            "epochs": 1,
+            "learning_rate": 1e-6,
+            "max_steps": 200,
+            "temperature": 1.0,
+            "max_completion_length": 512,
+            "micro_batch_tokens": None,
+            "rollout_rows": 256,
+            "save_steps": 25,
+            "eval_size": 512,
+        }
+
     def test_takes_the_ends_of_each_range(self):
         cfg = train_math.parse_settings(
             ["--group_size", "2", "--seed", "0", "--eval_size", "0", "--minibatches", "1"]
@@ -1147,6 +1168,7 @@ class TestModels:
         [
             ("scaled", "other log-probs"),
             ("no pair", "not a pair"),
+            ("no pair by one token", "not a pair"),
             ("no end", "an end token"),
             ("no template", "chat"),
             ("too long", "515 tokens"),
@@ -1163,6 +1185,10 @@ class TestModels:
         if fault == "scaled":
             forward = model.forward
             model.forward = lambda **inputs: doubled(forward, inputs)
+        elif fault == "no pair by one token":
+            questions = train_math.load_questions(settings(dataset=command[3]))[0]
+            prompts = train_math.encode_prompts(tokenizer, questions, settings())
+            model.resize_token_embeddings(max(map(max, prompts)))
         elif fault == "no pair":
             model.resize_token_embeddings(40)
         elif fault == "no end":
