@@ -656,7 +656,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
             try:
                 row = train_step(model, tokenizer, optimizer, picked, step, cfg, **replaced)
             except RewardError:  # no weight has changed since the last step
-                save(rows, model, optimizer, cfg)
+                save(rows, [], model, optimizer, cfg)
                 raise
         results = []
         is_due = step % cfg.save_steps == 0 or step == cfg.max_steps
@@ -666,7 +666,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
         rows.append(row)
         row |= notes(rows)
         if is_due or stopped:
-            save(rows, model, optimizer, cfg)
+            save(rows, results, model, optimizer, cfg)
         report(rows, results, cfg)
         if on_step:
             on_step(row)
@@ -841,10 +841,11 @@ def write_lines(rows, path):
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def save(rows, model, optimizer, cfg):
+def save(rows, results, model, optimizer, cfg):
     """Write state.pt, from which a run is resumed. Until it is complete, the old one remains."""
     if cfg.output_dir:
-        state = {"rows": rows, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {"rows": rows, "results": results, "model": model.state_dict(),
+                 "optimizer": optimizer.state_dict()}
         partial = Path(cfg.output_dir, "partial")
         torch.save(state, partial)
         os.replace(partial, partial.with_name("state.pt"))
@@ -874,7 +875,7 @@ def load_state(cfg, questions):
                          "Choose another --output_dir")
     tqdm.write(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
                "(with another value, the learning rate jumps)")
-    report(state["rows"], [], cfg)
+    report(state["rows"], state["results"], cfg)
     return state
 
 
