@@ -220,16 +220,17 @@ def rollout_metrics(rollout, minibatches, advantages, cfg):
     """The metrics of the sampled responses, before any update."""
     lengths = [len(response) for response in rollout.responses]
     equal = (advantages.view(-1, cfg.group_size) == 0).all(1)
-    gaps = []
+    gaps = []  # the sampler's log-probs minus those of the update
     for batch in itertools.chain(*minibatches):
         sampled = [rollout.log_probs[i, :lengths[i]] for i in batch.indices]
-        gaps.append(torch.cat(sampled) - batch.old_log_probs[batch.mask])
+        old = batch.old_log_probs[batch.mask]
+        gaps.append(torch.cat(sampled) - old)
     return {
         "response_length": sum(lengths) / len(lengths),  # in tokens, the end token included
         "cut": lengths.count(cfg.max_completion_length) / len(lengths),  # share at the limit
         "equal_reward_groups": equal.float().mean().item(),  # share of groups without a gradient
         "entropy": -rollout.log_probs.sum().item() / sum(lengths),  # nats per token, estimated
-        # Mean absolute difference between the sampler's log-probs and those of the update, in nats.
+        # Mean absolute difference between the sampler's log-probs and the old log-probs, in nats.
         "sampler_gap": torch.cat(gaps).abs().mean().item() if gaps else None,
     }
 
@@ -329,11 +330,12 @@ def rollout(model, prompts, group_size, max_length, temperature, end_ids):
     if model.device.type != "cuda" or not cache_can_be_static(model, length):
         return dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids)
     if temperature and torch.cuda.is_bf16_supported(including_emulation=False):
-        # Samples to train on come from a bf16 copy of the weights, since decoding in bf16 takes a
-        # third of the time. The old log-probs do not come from this sampler but from the forward of
-        # the update, so the importance ratios stay exact. The cost is that the responses are drawn
-        # from a slightly different policy, as with any inference engine; sampler_gap measures it.
-        # Greedy responses, from which accuracies are computed, come from the float32 weights.
+        # Responses to train on are sampled with a bf16 copy of the weights, because this takes less
+        # than half of the time. The old log-probs do not come from this sampler but from the
+        # forward of the update, so that the importance ratios stay exact. The cost is that the
+        # responses come from a slightly different policy, as with any inference engine. The metric
+        # sampler_gap measures this difference, and experiments/engine.md measures its effect.
+        # Greedy responses, from which accuracies are computed, use the float32 weights.
         model = copy.deepcopy(model)
         for parameter in model.parameters():  # but not the buffers: positions need float32
             parameter.data = parameter.data.bfloat16()
@@ -342,8 +344,10 @@ def rollout(model, prompts, group_size, max_length, temperature, end_ids):
 
 def next_logits(model, cache, ids, mask, positions):
     """The logits (n, V) of the token after ids (n, L), whose keys and values go into the cache."""
-    return model(input_ids=ids, attention_mask=mask, position_ids=positions,
-                 past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    output = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions,
+        past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return output.logits[:, -1]
 
 
 def prefill(model, cache, prompts, group_size):
@@ -351,11 +355,14 @@ def prefill(model, cache, prompts, group_size):
 
     Returns the logits (B, V) of the first tokens, and the mask (B, L) of the prompts, which are
     padded on the left so that all responses start in the same column."""
-    ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    ids = []
+    for prompt in prompts:
+        ids.append(torch.tensor(prompt, device=model.device))
     ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
     mask = (ids >= 0).long()
+    ids = ids.clamp(min=0)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = next_logits(model, cache, ids.clamp(min=0), mask, positions)
+    logits = next_logits(model, cache, ids, mask, positions)
     copies = torch.arange(len(prompts), device=ids.device).repeat_interleave(group_size)
     cache.reorder_cache(copies)
     return logits[copies], mask[copies]
@@ -373,7 +380,10 @@ def draw_tokens(probs):
 def next_tokens(logits, temperature):
     """(tokens (n, 1), their log-probs (n, 1)), drawn at this temperature or, at 0, greedy."""
     probs = torch.softmax(logits.float() / (temperature or 1), dim=-1)
-    tokens = draw_tokens(probs) if temperature else probs.argmax(-1, keepdim=True)
+    if temperature:
+        tokens = draw_tokens(probs)
+    else:
+        tokens = probs.argmax(-1, keepdim=True)
     return tokens, probs.gather(1, tokens).log()
 
 
@@ -398,8 +408,10 @@ def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids
             mask = mask[kept]
             cache.reorder_cache(kept)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        logits = next_logits(model, cache, ids, mask, mask.sum(1, keepdim=True) - 1)
-    return [row[row >= 0].tolist() for row in tokens.cpu()], log_probs
+        positions = mask.sum(1, keepdim=True) - 1
+        logits = next_logits(model, cache, ids, mask, positions)
+    responses = [row[row >= 0].tolist() for row in tokens.cpu()]
+    return responses, log_probs
 
 
 def cache_can_be_static(model, length):
@@ -438,9 +450,10 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
         t.add_(1)
 
     def decode():
-        visible = not_padding & (columns < width + t)  # (B, 1, 1, columns of the cache)
         last = tokens.index_select(1, t - 1)
-        draw(next_logits(model, cache, last, visible, mask.sum(1, keepdim=True) + t - 1))
+        visible = not_padding & (columns < width + t)  # (B, 1, 1, columns of the cache)
+        positions = mask.sum(1, keepdim=True) + t - 1
+        draw(next_logits(model, cache, last, visible, positions))
 
     draw(logits)
     for done in tqdm(range(1, max_length), "sampling, tokens", leave=False, delay=1):
@@ -451,9 +464,9 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
         else:
             decode()
     ended = torch.isin(tokens, end_ids).long()
-    kept = (ended.cumsum(1) - ended == 0) & (torch.arange(max_length, device=mask.device) < t)
-    responses = [row[is_kept].tolist() for row, is_kept in zip(tokens.cpu(), kept.cpu())]
-    return responses, log_probs * kept
+    is_kept = (ended.cumsum(1) - ended == 0) & (columns[:max_length] < t)
+    responses = [row[kept].tolist() for row, kept in zip(tokens.cpu(), is_kept.cpu())]
+    return responses, log_probs * is_kept
 
 
 def run_and_capture(decode):
@@ -558,12 +571,12 @@ def fitting_micro_batch_tokens(model, length, free_bytes):
     free_bytes: the free memory after loading the model; length: tokens of the longest text. Per
     token and layer, the backward pass keeps about 8 vectors of the hidden size, 4 of the size of
     the MLP, and the attention scores, all in float32. Gradients and AdamW take 12 bytes per weight,
-    and the logits up to 1 GiB. Measured on an H100 with Qwen2.5-0.5B: a peak of 12.1 GiB at 1024
-    tokens and of 34 GiB at 8192."""
+    and the logits up to 1 GiB. A tenth of the memory is left free. Measured on an H100 with
+    Qwen2.5-0.5B: a peak of 12 GiB at 1024 tokens and of 36 GiB at 8192."""
     config = model.config.get_text_config()
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     floats = 8 * config.hidden_size + 4 * mlp + 1.2 * config.num_attention_heads * length
-    free_bytes -= 12 * model.num_parameters() + 2**30
+    free_bytes = 0.9 * free_bytes - 12 * model.num_parameters() - 2**30
     tokens = 8192
     while tokens > 512 and tokens * 4 * floats * config.num_hidden_layers > free_bytes:
         tokens //= 2
@@ -643,7 +656,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
             try:
                 row = train_step(model, tokenizer, optimizer, picked, step, cfg, **replaced)
             except RewardError:  # no weight has changed since the last step
-                save(rows, model, optimizer, cfg)
+                save(rows, [], model, optimizer, cfg)
                 raise
         results = []
         is_due = step % cfg.save_steps == 0 or step == cfg.max_steps
@@ -653,7 +666,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
         rows.append(row)
         row |= notes(rows)
         if is_due or stopped:
-            save(rows, model, optimizer, cfg)
+            save(rows, results, model, optimizer, cfg)
         report(rows, results, cfg)
         if on_step:
             on_step(row)
@@ -828,10 +841,11 @@ def write_lines(rows, path):
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def save(rows, model, optimizer, cfg):
+def save(rows, results, model, optimizer, cfg):
     """Write state.pt, from which a run is resumed. Until it is complete, the old one remains."""
     if cfg.output_dir:
-        state = {"rows": rows, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {"rows": rows, "results": results, "model": model.state_dict(),
+                 "optimizer": optimizer.state_dict()}
         partial = Path(cfg.output_dir, "partial")
         torch.save(state, partial)
         os.replace(partial, partial.with_name("state.pt"))
@@ -861,7 +875,7 @@ def load_state(cfg, questions):
                          "Choose another --output_dir")
     tqdm.write(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
                "(with another value, the learning rate jumps)")
-    report(state["rows"], [], cfg)
+    report(state["rows"], state["results"], cfg)
     return state
 
 

@@ -1,16 +1,17 @@
 """Our step against TRL's GRPOTrainer in GSPO mode: time and memory, on one CPU core.
 
     python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0  # TRL's own
-    OMP_NUM_THREADS=1 .venv-trl/bin/python -m experiments.bench_vs_trl       # 20 minutes, Linux
+    OMP_NUM_THREADS=1 .venv-trl/bin/python -m experiments.bench_vs_trl       # an hour, Linux
 
-A Qwen3 of two layers, hidden size 64, random weights, float32, fused AdamW, groups of 8, 4
-minibatches of one micro-batch; with 512 words and 16 prompts a step, and with 151,936 words and 4
-prompts. Two workloads. "fixed": prompts of 32 tokens, responses of 64, in no group all rewards
-equal. "natural": prompts of 16 to 48 tokens, a response ends after each token with probability
-1/32, at 128 at the latest, and one reward in five is 1. TRL runs twice: as its defaults stand but
-for bfloat16, and tuned: gradient_checkpointing=False and, with the large vocabulary, four or eight
-micro-batches a minibatch, which on this CPU are faster. Before the race both sides must give one
-loss and one gradient on one frozen rollout.
+A Qwen3 of two layers, random weights, float32, fused AdamW, groups of 8, 4 minibatches of one
+micro-batch. It has 512 words and hidden size 64, with 16 prompts per step, and 151,936 words and
+hidden size 896 (those of Qwen2.5-0.5B), with 4 prompts per step. Two workloads. "fixed": prompts of
+32 tokens and responses of 64, and in no group are all rewards equal. "natural": prompts of 16 to 48
+tokens; a response ends after each token with probability 1/32, and at 128 tokens at the latest; one
+reward in five is 1. TRL runs twice: with its defaults except bfloat16, and tuned:
+gradient_checkpointing=False and, with the large vocabulary, four or eight micro-batches per
+minibatch, which are faster on this CPU. Before the race, both sides must give the same loss and
+gradient on one frozen rollout.
 
 A round is our step, then each of TRL's, in one process. Times are process CPU seconds. Memory is
 the peak of a turn over what the process held when the turn began, so without weights and AdamW's
@@ -49,7 +50,8 @@ except ImportError:  # the table needs no TRL
     trl = None
 
 RESULTS = Path(__file__).with_name("results") / "bench_vs_trl"
-PROMPTS = {512: 16, 151936: 4}
+PROMPTS = {512: 16, 151936: 4}  # prompts per step
+HIDDEN = {512: 64, 151936: 896}  # hidden size: that of Qwen2.5-0.5B where the vocabulary is, too
 GROUP, MINIBATCHES, END = 8, 4, 1
 WORKLOADS = {  # tuned: TRL's micro-batches
     "fixed": SimpleNamespace(prompt=(32, 32), length=64, end=0, tuned=4),
@@ -65,13 +67,14 @@ def make_tokenizer(vocabulary):
                                    unk_token="w2", chat_template="{{ messages[0].content }}")
 
 
-def make_model(vocabulary, end, device):
+def make_model(vocabulary, hidden, end, device):
     """Random weights, and a bias on the head: the end token's probability in every position."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=END, pad_token_id=0)).eval()
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=END, pad_token_id=0)
+    model = Qwen3ForCausalLM(config).eval()
     bias = torch.zeros(vocabulary)
     bias[END] = math.log(vocabulary * end / (1 - end)) if end else -1e4
     model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -316,20 +319,20 @@ def same_maths(side, job):
     assert abs(our_loss - their_loss) < 1e-6 and apart < 1e-4, "not the same maths"
 
 
-def race(vocabulary, name, rounds, device, log):
+def race(vocabulary, hidden, name, rounds, device, log):
     job = SimpleNamespace(**vars(WORKLOADS[name]), vocabulary=vocabulary, rounds=rounds,
                           device=device)
     job.rows = PROMPTS[vocabulary] * GROUP // MINIBATCHES  # a minibatch's: one micro-batch
     job.tokenizer = make_tokenizer(vocabulary)
     job.questions = make_questions(PROMPTS[vocabulary] * (rounds + 1), vocabulary, job)
     parts = job.tuned if vocabulary > 10_000 else 1
-    trained = [make_model(vocabulary, job.end, device) for _ in range(3)]
+    trained = [make_model(vocabulary, hidden, job.end, device) for _ in range(3)]
     sides = [Ours(trained[0], job), TRL("TRL", trained[1], job),
              TRL("TRL tuned", trained[2], job, parts, gradient_checkpointing=False)]
     same_maths(sides[2], job)
     for i in range(rounds):
         played = {side.name: play(side) for side in sides}
-        row = {"vocabulary": vocabulary, "workload": name, "round": i, **played}
+        row = {"vocabulary": vocabulary, "hidden": hidden, "workload": name, "round": i, **played}
         print(json.dumps(row), file=log, flush=True)
         ours = played["ours"]["seconds"]
         shown = [f"ours {ours:.2f} s"]
@@ -343,16 +346,15 @@ def race(vocabulary, name, rounds, device, log):
 def summarise(rounds):
     """The ratios of each vocabulary, workload and rival, without the first rounds."""
     results = []
-    for job in dict.fromkeys((row["vocabulary"], row["workload"]) for row in rounds):
-        played = [row for row in rounds
-                  if (row["vocabulary"], row["workload"]) == job and row["round"]]
+    keys = "vocabulary", "hidden", "workload"
+    for job in dict.fromkeys(tuple(row[key] for key in keys) for row in rounds):
+        played = [row for row in rounds if tuple(row[key] for key in keys) == job and row["round"]]
         for rival in ("TRL", "TRL tuned"):
             times = {key: ratio([row[rival][key] / row["ours"][key] for row in played])
                      for key in ("seconds", *PHASES)}
             peaks = [round(statistics.median(row[side]["peak_mb"] for row in played))
                      for side in ("ours", rival)]
-            results.append({"vocabulary": job[0], "workload": job[1], "rival": rival, **times,
-                            "peak_mb": peaks})
+            results.append({**dict(zip(keys, job)), "rival": rival, **times, "peak_mb": peaks})
     return results
 
 
@@ -363,10 +365,10 @@ def ratio(values):
 
 def table(results):
     lines = ["Times, TRL / ours: the median of the rounds (their range)\n",
-             "| vocabulary | workload | against | step | rollout | old log-probs | update "
-             "| peak memory, ours : TRL |", "|---|---|---|---|---|---|---|---|"]
+             "| vocabulary | hidden size | workload | against | step | rollout | old log-probs "
+             "| update | peak memory, ours : TRL |", "|---|---|---|---|---|---|---|---|---|"]
     for row in results:
-        cells = [f"{row['vocabulary']:,}", row["workload"], row["rival"]]
+        cells = [f"{row['vocabulary']:,}", str(row["hidden"]), row["workload"], row["rival"]]
         for key in ("seconds", *PHASES):
             low, high = row[key]["range"]
             cells.append(f"{row[key]['median']:.2f} ({low:.2f} to {high:.2f})")
@@ -379,6 +381,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--vocabulary", type=int, nargs="+", choices=PROMPTS, default=list(PROMPTS))
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--hidden", type=int, help="default: 64, and 896 with 151,936 words")
     parser.add_argument("--rounds", type=int, default=6, help="the first is dropped")
     parser.add_argument("--device", default="cpu", help="cpu, cuda")
     parser.add_argument("--output_dir", type=Path, default=RESULTS)
@@ -392,7 +395,8 @@ def main():
     with open(args.output_dir / "rounds.jsonl", "w", encoding="utf-8") as log:
         for vocabulary in args.vocabulary:
             for name in args.workload:
-                race(vocabulary, name, args.rounds, args.device, log)
+                hidden = args.hidden or HIDDEN[vocabulary]
+                race(vocabulary, hidden, name, args.rounds, args.device, log)
     results = summarise(read(args.output_dir / "rounds.jsonl"))
     (args.output_dir / "table.md").write_text(table(results))
     print(table(results))

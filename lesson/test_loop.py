@@ -11,6 +11,7 @@ The tests find the phases by the comments "# 3 REMEMBER" and "# 4 UPDATE", so ke
 In place of a language model they use a table of six weights, whose gradient fits on a line.
 """
 import ast
+import functools
 import importlib.util
 import itertools
 import os
@@ -99,9 +100,8 @@ def loaded(request):
 # ---- the phases of train_step --------------------------------------------------------------------
 
 
-def split_train_step():
+def split_train_step(source):
     """(the function, what stands before phase 3, phase 3, phase 4), as syntax trees."""
-    source = PATH.read_text(encoding="utf-8")
     lines = source.splitlines()
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     steps = [node for node in functions if node.name == "train_step"]
@@ -123,11 +123,12 @@ def split_train_step():
     return step, *parts
 
 
-def phase(number):
-    """train_step up to the end of one phase. The function returns its local variables.
+@functools.cache
+def code_of(source, number):
+    """train_step up to the end of one phase, as a function that returns its local variables.
 
     Phase 4 does not run phase 3: it gets `minibatches` and `prompts` from the tests."""
-    step, before, remember, update = split_train_step()
+    step, before, remember, update = split_train_step(source)
     if number == 3:
         body = before + remember
     else:
@@ -136,7 +137,12 @@ def phase(number):
     body = body + ast.parse("return locals()").body
     function = ast.FunctionDef("one_phase", step.args, body, decorator_list=[])
     tree = ast.fix_missing_locations(ast.Module([function], type_ignores=[]))
-    exec(compile(tree, str(PATH), "exec"), vars(loop))
+    return compile(tree, str(PATH), "exec")
+
+
+def phase(number):
+    """The function that code_of describes, for the file under test."""
+    exec(code_of(PATH.read_text(encoding="utf-8"), number), vars(loop))
     return vars(loop).pop("one_phase")
 
 

@@ -4,15 +4,16 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 
 import pytest
 import torch
 
+import gspo
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
-from gspo import gspo_loss
 
 torch.set_num_threads(1)  # models this small are slower on several
 
@@ -47,7 +48,7 @@ def gspo_loss_that_kills(call):
     def loss(*arguments, **more):
         if next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
-        return gspo_loss(*arguments, **more)
+        return gspo.gspo_loss(*arguments, **more)
 
     return loss
 
@@ -66,6 +67,12 @@ def write_jsonl(path, rows):
 def settings(**changes):
     """Settings of a few fast steps that write nothing."""
     return train_math.Settings(**{"output_dir": None} | SMALL | changes)
+
+
+def copy_script(folder):
+    """Copies train_math.py and gspo.py, which is all that it needs beside it."""
+    for module in train_math, gspo:
+        shutil.copy(module.__file__, folder)
 
 
 def encoded(tokenizer, questions=QUESTIONS):
@@ -154,3 +161,24 @@ def whole(command, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run(command, folder)
     return folder
+
+
+class PretendedCuda(str):
+    """A name of the CPU, for torch, that says that it is a CUDA device, for those who ask."""
+
+    type = "cuda"
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch):
+    """A function after whose call this model says that it is on a CUDA device."""
+
+    def pretend(model, native_bf16=True):
+        def is_bf16_supported(including_emulation=True):
+            return including_emulation or native_bf16
+
+        device = property(lambda self: PretendedCuda("cpu"))
+        monkeypatch.setattr(type(model), "device", device, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+
+    return pretend

@@ -1,4 +1,5 @@
 """The answers that train_math.py reads from texts, and the reward that it computes from them."""
+
 import datetime
 
 import pytest
@@ -172,7 +173,7 @@ class TestAnswers:
     )
     @pytest.mark.parametrize("frame", ["{}x", "#### {}", "#### 1{}x", "{}####"])
     def test_of_endless_texts_are_read_in_linear_time(self, piece, frame):
-        """Not timed: with a quadratic pattern one of these would take many minutes."""
+        """This is not timed: with a quadratic pattern, some of them would take many minutes."""
         text = frame.format(piece * (300_000 // len(piece)))
         for answer in (
             train_math.extract_answer(text),
@@ -235,4 +236,4 @@ class TestAnswers:
         assert reward(completions=completions, **columns) == [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
         assert reward(completions=completions, strict=False, **columns)[2:4] == [0.0, 1.0]
         assert reward(["?"] * 3, ["#### 42"] * 3, [42, "42.0", "1/2"]) == [1.0, 1.0, 0.0]
-        assert reward(["?"], ["none"], ["none"]) == [0.0], "no number is not the right number"
+        assert reward(["?"], ["none"], ["none"]) == [0.0], "neither of them is a number"

@@ -1,4 +1,4 @@
-"""What the pages print is what happens."""
+"""The code on the pages runs and prints what the pages show."""
 
 import importlib.util
 import re
@@ -12,8 +12,9 @@ import torch
 from gspo import group_advantages, gspo_loss
 
 TOP = Path(__file__).resolve().parents[1]
-LAB = sorted(str(page.relative_to(TOP)) for page in TOP.glob("experiments/*.md"))
-PAGES = ["README.md", "lesson/README.md", *LAB]
+FOUND = [*TOP.glob("*.md"), *TOP.glob("lesson/*.md"), *TOP.glob("experiments/*.md")]
+PAGES = sorted(str(page.relative_to(TOP)) for page in FOUND)
+OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard")  # a block that needs one may be skipped
 
 
 def text_of(page):
@@ -21,13 +22,15 @@ def text_of(page):
 
 
 def blocks_of(page):
-    """(code, what is printed or '') of each ```python block, with the ```text that follows it."""
+    """(code, printed text or '') of each ```python block and of the ```text block after it."""
     return re.findall(r"```python\n(.*?)```\n(?:\s*```text\n(.*?)```)?", text_of(page), re.DOTALL)
 
 
-def installed(engine):
-    spec = importlib.util.find_spec(engine)
-    return spec is not None and spec.origin is not None
+def is_missing(module, code):
+    """Whether the code imports this optional module although it is not installed."""
+    spec = importlib.util.find_spec(module)
+    is_installed = spec is not None and spec.origin is not None
+    return not is_installed and re.search(rf"(import|from) .*\b{module}\b", code)
 
 
 class TestReadme:
@@ -36,12 +39,11 @@ class TestReadme:
 
     @pytest.mark.parametrize("page", PAGES)
     def test_blocks_print_what_they_say(self, page, command, tmp_path):
-        """Each runs beside gspo.py, unless it is for an engine that is not installed. One that
-        calls train_math.main takes its flags, here those of one step of a tiny model."""
+        """Each block runs beside gspo.py, unless it needs an engine that is not installed. A block
+        that calls train_math.main gets flags, here those of one step of the tiny model."""
         flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
         for code, output in blocks_of(page):
-            engines = [engine for engine in ("trl", "verl", "peft") if f"from {engine}" in code]
-            if not all(map(installed, engines)):
+            if any(is_missing(module, code) for module in OPTIONAL):
                 continue
             flags_of = flags if "train_math.main(" in code else []
             done = subprocess.run(
@@ -52,7 +54,8 @@ class TestReadme:
                 assert done.stdout.strip() == output.strip(), code
 
     def test_six_lines_are_gspo_loss(self):
-        """The front page's gspo, on a batch without NaN and without empty responses."""
+        """The function on the front page equals gspo_loss on a batch without NaN and without empty
+        responses."""
         code = re.search(r"```python\n(.*?def gspo\(.*?)```", text_of("README.md"), re.DOTALL)
         names = {}
         exec(code[1], names)
@@ -64,7 +67,7 @@ class TestReadme:
         found = []
         for loss, paid in (gspo_loss, group_advantages(rewards, 8)), (names["gspo"], rewards):
             new = start.clone().requires_grad_()
-            more = () if loss is gspo_loss else (8,)
+            more = () if loss is gspo_loss else (8,)  # the front page's also needs the group size
             value = loss(new, old, paid, mask, *more, eps_low=3e-4, eps_high=4e-4)
             value.backward()
             found.append((value.detach(), new.grad))

@@ -1,20 +1,20 @@
-"""train_math.py: what it promises.
+"""train_math.py: data, training, evaluation, resuming, the command line, models that are refused.
 
-Answers and rewards - datasets - the rollout - log-probs - the algorithm - evaluation - going on
-where a run stopped - the command line - models of other kinds.
+Further tests of it are in test_answers.py, test_rollout.py and test_own_task.py.
 """
 
 import copy
+import dataclasses
 import datetime
-import importlib.util
 import itertools
 import json
 import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
+import threading
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,19 +25,24 @@ from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    CohereConfig,
+    CohereForCausalLM,
     DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
 )
 
 import train_math
 from common.logs import read
-from common.tiny_model import tiny_tokenizer
 from gspo import group_advantages, gspo_loss
 from tests.conftest import (
+    QUESTIONS,
     assert_same,
     one_line,
     parity_reward,
@@ -49,14 +54,6 @@ from tests.conftest import (
 )
 
 TOP = Path(__file__).resolve().parents[1]
-QUESTIONS = [
-    {"question": "Eve buys 3 figs?"},
-    {"question": "How many boxes of 53 figs are there? Ann has 7."},
-]
-
-
-def encoded(tokenizer, questions=QUESTIONS):
-    return train_math.encode_prompts(tokenizer, questions, "")
 
 
 def constant_reward(prompts, completions, **columns):
@@ -67,6 +64,11 @@ def dataset(path, **changes):
     return settings(dataset=str(path), **changes)
 
 
+def write_rows(path, rows):
+    kind = path.suffix[1:].lower().replace("jsonl", "json")
+    getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(path)
+
+
 class TestDataset:
     def test_that_is_a_file_holds_out_its_last_rows_and_at_most_a_fifth(self, tmp_path):
         rows = sums(11)
@@ -75,14 +77,26 @@ class TestDataset:
             questions, held_out = train_math.load_questions(dataset(path, eval_size=size))
             assert questions + held_out == rows and len(held_out) == n
 
-    @pytest.mark.parametrize("kind", ["json", "parquet"])
-    def test_that_is_a_folder_has_its_own_test_file(self, tmp_path, kind):
+    @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "CSV"])
+    def test_may_be_a_file_of_several_kinds(self, tmp_path, ending):
+        write_rows(tmp_path / f"q.{ending}", sums(11))
+        questions, held_out = train_math.load_questions(dataset(tmp_path / f"q.{ending}"))
+        assert (questions, held_out) == (sums(11)[:9], sums(11)[9:])
+
+    @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+    @pytest.mark.parametrize("other", ["test", "validation"])
+    def test_that_is_a_folder_has_its_own_held_out_file(self, tmp_path, ending, other):
         rows = sums(9)
-        for name, part in ("train", rows[:6]), ("test", rows[6:]):
-            made = datasets.Dataset.from_list(part)
-            ending = "jsonl" if kind == "json" else kind
-            getattr(made, f"to_{kind}")(tmp_path / f"{name}.{ending}")
+        for name, part in ("train", rows[:6]), (other, rows[6:]):
+            write_rows(tmp_path / f"{name}.{ending}", part)
         assert train_math.load_questions(dataset(tmp_path, eval_size=2)) == (rows[:6], rows[6:8])
+        assert train_math.load_questions(dataset(tmp_path, eval_size=0)) == (rows[:6], [])
+
+    def test_that_has_test_and_validation_questions_holds_out_the_test_questions(self, tmp_path):
+        rows = sums(12)
+        for i, name in enumerate(["train", "validation", "test"]):
+            write_rows(tmp_path / f"{name}.jsonl", rows[4 * i : 4 * i + 4])
+        assert train_math.load_questions(dataset(tmp_path)) == (rows[:4], rows[8:])
 
     def test_that_is_a_folder_without_a_test_file_holds_out_the_last_rows(self, tmp_path):
         write_jsonl(tmp_path / "train.jsonl", sums(10))
@@ -90,7 +104,7 @@ class TestDataset:
         assert (questions, held_out) == (sums(10)[:8], sums(10)[8:])
 
     def test_on_the_hub_is_asked_for_by_its_name(self, monkeypatch):
-        """The hub is out of reach of a test; that the right thing is asked of it is not."""
+        """No test asks the hub itself."""
         asked = []
         no_test = {"train": sums(10)}
 
@@ -109,10 +123,9 @@ class TestDataset:
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
         questions, held_out = train_math.load_questions(dataset(tmp_path), parity_reward)
         assert questions + held_out == rows
-        hashes = [
-            train_math.identity(dataset("x"), some)["questions"]
-            for some in (questions, questions, rows[:3], rows[:4][::-1])
-        ]
+        hashes = []
+        for some in questions, list(questions), rows[:3], rows[:4][::-1]:
+            hashes.append(train_math.fingerprint(dataset("x"), some)["questions"])
         assert hashes[0] == hashes[1] and len(set(hashes)) == 3
 
     @pytest.mark.parametrize(
@@ -120,17 +133,17 @@ class TestDataset:
         [
             ("", ""),
             ("no json\n", ""),
-            ('{"question": "?"}\n', "row 1:"),
+            ('{"question": "?"}\n', "row 1 "),
             ("[1]\n", ""),
-            ('{"answer": "#### 1"}\n', "row 1:"),
-            ('{"question": 1, "answer": "1"}\n', "row 1:"),
-            ('{"question": "?", "answer": "none"}\n', "row 1:"),
-            ('{"question": "?", "answer": "1"}\n{"question": "?", "answer": "1/2"}\n', "row 2:"),
+            ('{"answer": "#### 1"}\n', "row 1 "),
+            ('{"question": 1, "answer": "1"}\n', "row 1 "),
+            ('{"question": "?", "answer": "none"}\n', "row 1 "),
+            ('{"question": "?", "answer": "1"}\n{"question": "?", "answer": "1/2"}\n', "row 2 "),
             (
                 '{"question": "?", "answer": "1"}\n' * 5 + '{"question": "?", "answer": ""}\n',
-                "row 6:",
+                "row 6 ",
             ),
-            ('{"problem": "?", "solution": "1"}\n', "a question, a text, is needed"),
+            ('{"problem": "?", "solution": "1"}\n', "row 1 needs a question"),
         ],
     )
     def test_that_is_wrong_ends_in_one_line_that_says_where(
@@ -150,26 +163,9 @@ class TestDataset:
         flags = ["--dataset", name, "--output_dir", "o"]
         assert f"--dataset {name}: " in one_line(train_math.main, *command, *flags)
 
-    def test_gives_a_reward_its_prompts_completions_and_all_columns(self):
-        questions = [{"question": "a?", "level": 1}, {"question": "b?", "level": 2}]
-        asked = []
-
-        def reward(prompts, completions, level, **columns):
-            asked.append((prompts, completions, level, columns))
-            return [1, 2, 3, 4]
-
-        rewards = train_math.score(reward, questions, ["w", "x", "y", "z"])
-        assert rewards.tolist() == [1, 2, 3, 4] and rewards.dtype == torch.float32
-        prompts = ["a?", "a?", "b?", "b?"]
-        assert asked == [(prompts, ["w", "x", "y", "z"], [1, 1, 2, 2], {"question": prompts})]
-
-    def test_refuses_a_reward_that_gives_one_number_a_question_instead_of_one_a_response(self):
-        with pytest.raises(RuntimeError, match=r"shape '\[4\]' is invalid for input of size 2"):
-            train_math.score(lambda **columns: [1, 2], sums(2), ["w", "x", "y", "z"])
-
 
 class Spy:
-    """Notes what goes into and out of each part of a step."""
+    """Records what goes into and out of each part of a step."""
 
     def __init__(self, monkeypatch):
         self.events = []
@@ -213,7 +209,9 @@ class Spy:
 
 
 def brute_force_loss(model, prompts, responses, advantages, old_log_probs, temperature):
-    """GSPO by the paper, a response at a time, clipped at 0.99 and 1.03: (loss, log-probs)."""
+    """GSPO as in the paper, one response after the other, clipped at 0.99 and 1.03.
+
+    Returns (loss, log-probs)."""
     value = 0
     all_log_probs = []
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
@@ -229,9 +227,9 @@ def brute_force_loss(model, prompts, responses, advantages, old_log_probs, tempe
 
 class TestTraining:
     def test_makes_the_updates_that_the_paper_says(self, tiny, monkeypatch):
-        """Two minibatches, twice each, of several micro-batches; in one group all rewards are
-        equal. Each gradient is computed again with the weights of its moment, each weight by an
-        AdamW of the test."""
+        """There are two epochs of two minibatches of several micro-batches, and in one group all
+        rewards are equal. Each gradient is computed again with the weights before its update, and
+        each update is made again by another AdamW."""
         model, tokenizer = tiny
         moments = []
         clip = torch.nn.utils.clip_grad_norm_
@@ -291,7 +289,7 @@ class TestTraining:
         assert row["equal_reward_groups"] == 0.25
 
     def test_takes_old_log_probs_once_before_the_first_update(self, fresh, monkeypatch):
-        """And on the very micro-batches of the update, built once; each part may be replaced."""
+        """They come from the same micro-batches as the update, which are built once."""
         spy = Spy(monkeypatch)
         cfg = settings(epochs=2, minibatches=2, max_steps=3, micro_batch_tokens=60)
         rows = train_math.train(cfg, *fresh, sums(9), reward=parity_reward, **spy.parts())
@@ -308,7 +306,7 @@ class TestTraining:
             assert list(itertools.islice(batches, 2 * n)) == old * 2
         assert spy.rates[::4] == pytest.approx([1e-3, 0.55e-3, 1e-4]), "to a tenth at max_steps"
 
-    def test_has_one_step_at_the_full_rate(self, fresh, monkeypatch):
+    def test_has_one_step_at_the_full_learning_rate(self, fresh, monkeypatch):
         spy = Spy(monkeypatch)
         train_math.train(settings(max_steps=1), *fresh, sums(4), reward=parity_reward)
         assert set(spy.rates) == {1e-3}
@@ -338,31 +336,62 @@ class TestTraining:
         assert rows[1]["reward"] != rows[2]["reward"]
 
     @pytest.mark.parametrize("algorithm, clipped", [("gspo", 6), ("gspo_token", 6), ("grpo", 4)])
-    def test_counts_the_tokens_that_the_algorithm_clips(self, algorithm, clipped):
-        """Three responses of 2, 4 and 2 tokens in two micro-batches. In the first, s = exp(-0.2) is
-        below the range of 0.85 to 1.2, in the second exp(0.4) above, in the third it is 1."""
-        cfg = settings(algorithm=algorithm, eps_low=0.15, eps_high=0.2, group_size=3)
-        first = SimpleNamespace(
-            old_log_probs=torch.zeros(1, 2),
-            mask=torch.ones(1, 2).bool(),
-            advantages=torch.tensor([-1.0]),
+    @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+    def test_counts_the_tokens_that_the_algorithm_clips(
+        self, fresh, algorithm, clipped, micro_batch_tokens
+    ):
+        """Six responses in two minibatches, with chosen log-probs. In the first minibatch, s is
+        exp(-0.2), which is below the range of 0.85 to 1.2, for a response of 2 tokens. In the
+        second, it is exp(0.4), which is above it, for a response of 4 tokens, and 1 for one of 2
+        tokens. The others have advantage 0."""
+        cfg = settings(
+            algorithm=algorithm,
+            eps_low=0.15,
+            eps_high=0.2,
+            group_size=3,
+            prompts_per_step=2,
+            minibatches=2,
+            max_completion_length=4,
+            max_steps=1,
+            micro_batch_tokens=micro_batch_tokens,
         )
-        second = SimpleNamespace(
-            old_log_probs=torch.zeros(2, 4),
-            mask=torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool(),
-            advantages=torch.tensor([1.0, -1.0]),
+        responses = [[5] * n for n in (2, 1, 3, 4, 2, 1)]
+        moved_by = {0: [-0.4, 0.0], 3: [0.0, 0.5, 0.5, 0.6], 4: [0.0, 0.0]}
+        sampled = torch.zeros(6, 4)
+        for i, response in enumerate(responses):
+            sampled[i, : len(response)] = -1 - i
+        sampled[3, 1] = -4.7
+
+        def response_log_probs(model, batch, temperature):
+            log_probs = torch.zeros(batch.mask.shape)
+            for k, i in enumerate(batch.indices):
+                moved = torch.tensor(moved_by[i]) * torch.is_grad_enabled()
+                log_probs[k, batch.mask[k]] = moved - 1 - i
+            return log_probs + 0 * model.lm_head.weight.sum()
+
+        def loss(*arguments, denominator):
+            log_probs = arguments[0]
+            assert denominator == 3
+            return len(log_probs) + 0 * log_probs.sum()
+
+        _, row = train_math.train(
+            cfg,
+            *fresh,
+            sums(2),
+            reward=constant_reward,
+            rollout=lambda *arguments: (responses, sampled),
+            group_advantages=lambda *arguments: torch.tensor([-1.0, 0, 0, 1, -1, 0]),
+            response_log_probs=response_log_probs,
+            loss=loss,
         )
-        log_probs = torch.tensor([[0.0, 0.5, 0.5, 0.6], [0, 0, 0, 0]])
-        seen = [(first, torch.tensor([[-0.4, 0.0]]), 3.0), (second, log_probs, 5.0)]
-        responses = [[1] * 2, [1] * 4, [1] * 2]
-        advantages = torch.tensor([1.0, -1.0, 0.0])
-        sampled = torch.zeros(3, 4)
-        row = train_math.metrics(responses, advantages, sampled, seen, [2.0, 4.0], 1, cfg)
         assert row["clip_fraction"] == pytest.approx(clipped / 8)
         assert row["log_ratio_first_max"] == pytest.approx(0.2)
         assert row["log_ratio_std"] == pytest.approx(torch.tensor([0.4, 0]).std().item())
-        assert (row["loss"], row["grad_norm"]) == (4, 3)
+        assert (row["loss"], row["grad_norm"]) == (1.5, 0)
         assert row["equal_reward_groups"] == 0
+        assert row["response_length"] == 13 / 6 and row["cut"] == 1 / 6
+        assert row["entropy"] == pytest.approx((2 + 2 + 9 + 16 + 10 + 6 + 0.7) / 13)
+        assert row["sampler_gap"] == pytest.approx(0.7 / 8)
 
     def test_of_gspo_token_equals_gspo_and_grpo_differs(self, world):
         rows = {}
@@ -384,8 +413,8 @@ class TestTraining:
             assert rows["gspo_token"][key] == gspo
             assert rows["grpo"][key] != gspo
 
-    def test_pays_each_response_for_its_own_question(self, fresh):
-        """Prompts, responses and columns stay in one order: group by group."""
+    def test_rewards_each_response_for_its_own_question(self, fresh):
+        """Prompts, responses and columns have the same order."""
         _, tokenizer = fresh
         seen = {"asked": []}
 
@@ -411,7 +440,7 @@ class TestTraining:
         assert seen["asked"] == seen["built"][::4] and len(set(seen["asked"])) == 4
         assert seen["answers"] == [answers[prompt] for prompt in seen["prompts"]]
 
-    def test_leaves_the_weights_alone_where_all_rewards_are_equal_and_says_so_once(
+    def test_keeps_the_weights_if_all_rewards_are_equal_and_says_so_once(
         self, command, world, tmp_path, capsys
     ):
         rows = run(command, tmp_path / "a", reward=constant_reward)
@@ -424,7 +453,7 @@ class TestTraining:
         assert shown.index("step 3/6") < shown.index("no gradient") < shown.index("step 4/6")
 
     def test_warns_when_the_first_ratios_are_not_1(self, fresh, tmp_path, capsys):
-        """Here in the second micro-batch of the first minibatch."""
+        """In this test, it is in the second micro-batch of the first minibatch."""
         calls = itertools.count(1)
 
         def rounds_otherwise(model, batch, temperature):
@@ -438,26 +467,29 @@ class TestTraining:
         assert row["log_ratio_first_max"] > 0
         assert "warning: log_ratio_first_max is not 0" in capsys.readouterr().out
 
-    def test_goes_through_all_questions_before_any_comes_twice(self, fresh, monkeypatch):
+    def test_uses_all_questions_before_it_uses_any_twice(self, fresh, tmp_path):
         questions = [{"question": str(i)} for i in range(10)]
+        start = copy.deepcopy(fresh[0].state_dict())
 
-        def picked(seed, state=None):
+        def picked(cfg, state=None):
             seen = []
 
-            def train_step(model, tokenizer, optimizer, questions, *rest):
-                seen.extend(int(row["question"]) for row in questions)
-                return {}
+            def reward(prompts, completions, **columns):
+                seen.extend(int(prompt) for prompt in prompts[::4])
+                return parity_reward(prompts, completions)
 
-            monkeypatch.setattr(train_math, "train_step", train_step)
-            train_math.train(settings(max_steps=5, seed=seed), *fresh, questions, state=state)
+            fresh[0].load_state_dict(start)
+            train_math.train(cfg, *fresh, questions, state=state, reward=reward)
             return seen
 
-        first = picked(0)
+        first = picked(settings(max_steps=5))
         assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
-        assert first[:10] != first[10:] and first != picked(1) and first == picked(0)
-        optimizer = torch.optim.AdamW(fresh[0].parameters(), fused=True).state_dict()
-        state = {"rows": [{}] * 4, "model": fresh[0].state_dict(), "optimizer": optimizer}
-        assert picked(0, state) == first[12:]
+        assert first[:10] != first[10:]
+        assert first == picked(settings(max_steps=5)) != picked(settings(max_steps=5, seed=1))
+        cfg = settings(output_dir=str(tmp_path), max_steps=3)
+        picked(cfg)
+        state = train_math.load_state(cfg, questions)
+        assert picked(settings(output_dir=str(tmp_path), max_steps=5), state) == first[12:]
 
     def test_draws_other_responses_in_each_step_and_with_each_seed(self, fresh):
         drawn = {}
@@ -471,7 +503,8 @@ class TestTraining:
                 return got
 
             optimizer = torch.optim.AdamW(fresh[0].parameters())
-            train_math.train_step(*fresh, optimizer, sums(4), step, cfg, parity_reward, rollout)
+            parts = {"reward": parity_reward, "rollout": rollout}
+            train_math.train_step(*fresh, optimizer, sums(4), step, cfg, **parts)
             assert drawn.setdefault((seed, step), responses) == responses
         assert drawn[0, 1] != drawn[0, 2] != drawn[1, 1] != drawn[0, 1]
 
@@ -482,23 +515,86 @@ class TestTraining:
         assert len(rows) == 3 and not list(tmp_path.iterdir()) and not capsys.readouterr().out
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_stops_where_weights_are_not_finite_and_keeps_the_last_good_state(
-        self, command, tmp_path, monkeypatch, bad
+    def test_stops_if_weights_are_not_finite_and_keeps_the_last_good_state(
+        self, command, tmp_path, bad
     ):
         calls = itertools.count(1)
 
-        def norm(parameters, limit):
-            if next(calls) == 3:
-                next(iter(parameters)).grad.fill_(bad)
-            return torch.tensor(1.0)
+        def loss(*arguments, **more):
+            factor = bad if next(calls) == 3 else 1
+            return factor * gspo_loss(*arguments, **more)
 
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", norm)
         flags = ["--minibatches", "1", "--save_steps", "1", "--output_dir", tmp_path / "a"]
-        line = one_line(train_math.main, *command, *flags, reward=parity_reward)
-        assert "step 3: loss or weights not finite: lower --learning_rate" in line
+        parts = {"reward": parity_reward, "loss": loss}
+        line = one_line(train_math.main, *command, *flags, **parts)
+        assert "step 3: the loss or the weights are not finite" in line
+        assert "--learning_rate" in line
         state = torch.load(tmp_path / "a" / "state.pt")
         assert len(state["rows"]) == 3
         assert all(weight.isfinite().all() for weight in state["model"].values())
+
+    def test_multiplies_in_tf32_in_the_backward_alone(self, fresh):
+        """Seen from the decoder, from the log-probs and from the gradients of all parameters."""
+        model, tokenizer = fresh
+        seen = {"forward": [], "backward": []}
+
+        def note(moment):
+            seen[moment].append(torch.backends.cuda.matmul.allow_tf32)
+
+        def response_log_probs(*arguments):
+            note("forward")
+            log_probs = train_math.response_log_probs(*arguments)
+            note("forward")
+            return log_probs
+
+        decoder = model.get_decoder()
+        decoder.register_forward_pre_hook(lambda *arguments: note("forward"))
+        decoder.register_forward_hook(lambda *arguments: note("forward"))
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: note("backward"))
+        parts = {"reward": parity_reward, "response_log_probs": response_log_probs}
+        train_math.train(settings(max_steps=2), *fresh, sums(8), sums(2), **parts)
+        assert set(seen["forward"]) == {False} and set(seen["backward"]) == {True}
+        assert not torch.backends.cuda.matmul.allow_tf32
+
+    @pytest.mark.parametrize("before", [False, True])
+    def test_restores_the_precision_after_an_exception_too(self, fresh, before):
+        matmul = torch.backends.cuda.matmul
+
+        def fails(gradient):
+            raise RuntimeError("in the backward")
+
+        def loss(*arguments, **more):
+            loss = gspo_loss(*arguments, **more)
+            loss.register_hook(fails)
+            return loss
+
+        matmul.allow_tf32 = before
+        try:
+            with pytest.raises(RuntimeError, match="in the backward"):
+                parts = {"reward": parity_reward, "loss": loss}
+                train_math.train(settings(), *fresh, sums(8), **parts)
+            assert matmul.allow_tf32 is before
+        finally:
+            matmul.allow_tf32 = False
+
+    def test_measures_how_far_the_sampler_is_from_the_update(self, fresh):
+        def rounds_by(error):
+            def rollout(*arguments):
+                responses, log_probs = train_math.rollout(*arguments)
+                signs = 1 - 2 * (torch.arange(log_probs.numel()).view(log_probs.shape) % 2)
+                return responses, log_probs + error * signs
+
+            return rollout
+
+        for error in 0, 0.01:
+            cfg = settings(max_steps=2, learning_rate=1e-12, temperature=0.7)
+            parts = {"reward": parity_reward, "rollout": rounds_by(error)}
+            for row in train_math.train(cfg, *fresh, sums(8), **parts)[1:]:
+                assert row["sampler_gap"] == pytest.approx(error, abs=1e-5)
+                assert row["log_ratio_first_max"] == 0
+        _, row = train_math.train(settings(max_steps=1), *fresh, sums(4), reward=constant_reward)
+        assert row["sampler_gap"] is None, "no response has a gradient"
 
     def test_writes_what_it_promises(self, whole):
         rows = read(whole / "metrics.jsonl")
@@ -510,6 +606,7 @@ class TestTraining:
             "cut",
             "equal_reward_groups",
             "entropy",
+            "sampler_gap",
             "loss",
             "grad_norm",
             "clip_fraction",
@@ -518,16 +615,17 @@ class TestTraining:
             "seconds",
             "seconds_rollout",
         }
-        evaluation = {"eval_questions", "eval_reward", "eval_reward_interval", "eval_samples"}
+        evaluation = {"eval_questions", "eval_reward", "eval_reward_interval"}
         assert set(rows[0]) == {"step", "settings"} | evaluation
         for row in rows[1:]:
-            assert metrics <= set(row)
+            assert set(row) - evaluation == metrics, "no texts, for example"
             assert evaluation & set(row) == (evaluation if row["step"] % 2 == 0 else set())
             assert row["log_ratio_first_max"] == 0, "the first minibatch is on-policy"
             assert row["log_ratio_std"] > 0 and row["grad_norm"] > 0
         assert max(row["clip_fraction"] for row in rows[1:]) > 0
         names = {path.name for path in whole.iterdir()}
-        assert names == {"metrics.jsonl", "model", "state.pt", "lock"}
+        evaluations = {f"eval_{step}.jsonl" for step in (0, 2, 4, 6)}
+        assert names == {"metrics.jsonl", "model", "state.pt", "lock"} | evaluations
         model = AutoModelForCausalLM.from_pretrained(whole / "model")
         tokenizer = AutoTokenizer.from_pretrained(whole / "model")
         assert len(tokenizer) == model.config.vocab_size and tokenizer.chat_template
@@ -538,28 +636,38 @@ class TestTraining:
 
 
 class TestEvaluation:
-    def test_is_greedy_strict_and_by_the_last_number(self, fresh, monkeypatch):
-        """8 of 10 right by the last number, 6 in the form; intervals from a table of Wilson's."""
-        seen = []
+    def test_is_greedy_strict_and_by_the_last_number(self, fresh):
+        """Of ten responses, 8 are correct by the last number and 6 in the form that is asked for.
+        The intervals are from a table of Wilson's."""
+        model, tokenizer = fresh
+        asked = []
         texts = ["#### 7"] * 6 + ["it is 7", "#### x 7", "#### 8", "none"]
+        responses = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
 
-        def sample(*arguments):
-            seen.append(arguments)
-            return None, None, texts, None
+        def rollout(model, prompts, group_size, max_length, temperature, end_ids):
+            asked.append((len(prompts), group_size, max_length, temperature))
+            return responses, torch.zeros(10, max_length)
 
-        monkeypatch.setattr(train_math, "sample", sample)
         questions = [{"question": f"{i}?", "answer": "3 + 4\n#### 7"} for i in range(10)]
-        row = train_math.evaluate(*fresh, questions, "cfg")
-        assert seen == [(*fresh, questions, 1, 0.0, "cfg")], "one response each, temperature 0"
+        cfg = settings(max_completion_length=9)
+        row = train_math.evaluate(*fresh, questions, cfg, rollout=rollout)
+        assert asked == [(10, 1, 9, 0)], "one response each, temperature 0"
         assert row.pop("eval_reward_interval") == pytest.approx((0.3127, 0.8318), abs=1e-4)
         assert row.pop("eval_last_number_interval") == pytest.approx((0.4902, 0.9433), abs=1e-4)
-        samples = [(f"{i}?", text, float(i < 6)) for i, text in enumerate(texts)]
-        assert row == {
-            "eval_questions": 10,
-            "eval_reward": 0.6,
-            "eval_last_number": 0.8,
-            "eval_samples": samples[:8],
-        }
+        results = row.pop("eval_results")
+        assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8}
+        for i, result in enumerate(results):
+            assert result == {
+                "question": f"{i}?",
+                "gold": "7",
+                "response": texts[i],
+                "tokens": len(responses[i]),
+                "reward": float(i < 6),
+                "last_number": float(i < 8),
+            }
+        assert len(results) == 10
+        train_math.evaluate(*fresh, questions, cfg, temperature=0.5, rollout=rollout)
+        assert asked[1] == (10, 1, 9, 0.5)
         assert train_math.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
 
     @pytest.mark.parametrize(
@@ -574,9 +682,36 @@ class TestEvaluation:
             levels.extend(level)
             return values
 
-        row = train_math.evaluate(*fresh, questions, settings(), reward)
+        row = train_math.evaluate(*fresh, questions, settings(), reward=reward)
         assert row["eval_reward"] == pytest.approx(sum(values) / 3) and levels == [0, 1, 2]
         assert ("eval_reward_interval" in row) is interval and "eval_last_number" not in row
+        assert [result["reward"] for result in row["eval_results"]] == values
+        assert all(result["gold"] is None for result in row["eval_results"])
+
+    def test_writes_a_row_for_each_question(self, command, tmp_path):
+        """The rows agree with the log. They hold what an analysis of the answers needs."""
+        train_math.main([*command, "--output_dir", str(tmp_path / "a"), "--max_steps", "3"])
+        held_out = sums(30)[26:]
+        log = read(tmp_path / "a" / "metrics.jsonl")
+        found = {path.name for path in (tmp_path / "a").glob("eval_*")}
+        assert found == {"eval_0.jsonl", "eval_2.jsonl", "eval_3.jsonl"}
+        for step in 0, 2, 3:
+            rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
+            assert [row["question"] for row in rows] == [row["question"] for row in held_out]
+            assert [row["gold"] for row in rows] == ["26", "27", "28", "29"]
+            for row in rows:
+                columns = {"question", "gold", "tokens", "reward", "last_number", "response"}
+                assert set(row) == columns
+                assert 1 <= row["tokens"] <= 6
+                assert row["tokens"] - 1 <= len(row["response"]) <= row["tokens"]
+            for name in "reward", "last_number":
+                assert log[step][f"eval_{name}"] == sum(row[name] for row in rows) / 4
+
+    def test_takes_place_every_save_steps_rollouts_and_at_the_end(self, fresh):
+        rows = train_math.train(
+            settings(max_steps=7, save_steps=3), *fresh, sums(8), sums(2), reward=parity_reward
+        )
+        assert [i for i, row in enumerate(rows) if "eval_reward" in row] == [0, 3, 6, 7]
 
 
 class Killed(BaseException):
@@ -584,7 +719,7 @@ class Killed(BaseException):
 
 
 def dies_at(call, function, half=None):
-    """The function, but for its call number `call`, which does a half of it and dies."""
+    """The function, but the call with this number does only half of the work and then dies."""
     calls = itertools.count(1)
 
     def dying(*arguments, **more):
@@ -613,6 +748,7 @@ def half_a_model(self, folder):
 KILLS = {
     "in an update": (train_math.ALGORITHMS, "gspo", 15, gspo_loss, None),
     "in the log": (Path, "write_text", 6, Path.write_text, half_a_text),
+    "in the results of an evaluation": (Path, "write_text", 5, Path.write_text, half_a_text),
     "in an evaluation": (train_math, "evaluate", 3, train_math.evaluate, None),
     "in the first save": (torch, "save", 1, torch.save, half_a_state),
     "in a later save": (torch, "save", 3, torch.save, half_a_state),
@@ -622,7 +758,7 @@ KILLS = {
 }
 
 
-class TestGoingOn:
+class TestResuming:
     @pytest.mark.parametrize("moment", KILLS)
     def test_after_a_kill_equals_a_run_never_killed(
         self, command, whole, tmp_path, monkeypatch, moment
@@ -631,25 +767,11 @@ class TestGoingOn:
         dying = dies_at(call, function, half)
         with monkeypatch.context() as patch:
             if owner is train_math.ALGORITHMS:
-                patch.setitem(owner, name, (dying, 3e-4, 4e-4))
+                patch.setitem(owner, name, owner[name]._replace(loss=dying))
             else:
                 patch.setattr(owner, name, dying)
             with pytest.raises(Killed):
                 run(command, tmp_path / "killed")
-        run(command, tmp_path / "killed")
-        assert_same(whole, tmp_path / "killed")
-
-    @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-    def test_after_kill_9_equals_a_run_never_killed(self, command, whole, tmp_path):
-        """A process of its own that sends itself SIGKILL in the middle of step 4."""
-        script = f"""
-from tests.conftest import gspo_loss_that_kills, parity_reward, train_math
-train_math.ALGORITHMS["gspo"] = (gspo_loss_that_kills(14), 3e-4, 4e-4)
-train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity_reward)
-"""
-        done = subprocess.run([sys.executable, "-c", script], cwd=TOP, capture_output=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        assert 2 <= len(torch.load(tmp_path / "killed" / "state.pt")["rows"]) < 6
         run(command, tmp_path / "killed")
         assert_same(whole, tmp_path / "killed")
 
@@ -659,8 +781,8 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
     def test_after_a_signal_equals_a_run_never_stopped(
         self, command, whole, tmp_path, capsys, number, times
     ):
-        """In the middle of step 3 of 6. One: the step is finished and saved. Two: it ends at once.
-        Either way, the handlers that were there before main are there again."""
+        """The signal comes in the middle of step 3 of 6. After one signal, the step is finished and
+        saved. After two, the run ends at once. Afterwards, the earlier handlers are in place."""
         training = itertools.count(1)
 
         def reward(prompts, completions, **columns):
@@ -677,19 +799,19 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
         finally:
             signal.signal(number, before)
         shown = capsys.readouterr().out
-        assert "this step is finished and saved first" in shown
+        assert "This step will be finished and saved" in shown
         assert "no gradient" not in shown, "there was one"
         if times == 1:
             assert stop.value.code == 128 + number and "after step 3" in shown
             assert (tmp_path / "a" / "model" / "model.safetensors").exists()
         else:
-            assert "What was saved is good" in stop.value.code
+            assert "What was saved is intact" in stop.value.code
         rows = torch.load(tmp_path / "a" / "state.pt")["rows"]
         assert len(rows) == (4 if times == 1 else 3)
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
 
-    def test_of_a_finished_run_changes_nothing_but_mends_its_model(
+    def test_of_a_finished_run_changes_nothing_and_repairs_its_model(
         self, command, whole, tmp_path, capsys
     ):
         folder = tmp_path / "a"
@@ -700,7 +822,7 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
         assert "step 6" in capsys.readouterr().out
 
     def test_takes_other_sizes_a_new_place_and_more_steps(self, command, whole, tmp_path, capsys):
-        """And says so where the rate jumps."""
+        """A message says that the learning rate jumps."""
         folder = tmp_path / "moved"
         shutil.copytree(whole, folder)
         data = shutil.copy(command[3], tmp_path / "copy.jsonl")
@@ -717,7 +839,10 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
             str(data),
         ]
         rows = run(command, folder, *flags)
-        assert "begun with --max_steps 6 (another: the rate jumps)" in capsys.readouterr().out
+        assert (
+            "begun with --max_steps 6 (with another value, the learning rate jumps)"
+            in capsys.readouterr().out
+        )
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
@@ -725,18 +850,18 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
     @pytest.mark.parametrize(
         "flags, words",
         [
-            (["--seed", "1"], "another seed:"),
-            (["--group_size", "2"], "another group_size:"),
-            (["--epochs", "2", "--temperature", "0.9"], "another epochs, temperature:"),
-            (["--algorithm", "grpo"], "another algorithm, eps_low, eps_high:"),
-            (["--learning_rate", "1"], "another learning_rate:"),
-            (["--prompts_per_step", "8"], "another prompts_per_step:"),
-            (["--minibatches", "2"], "another minibatches:"),
-            (["--instruction", "Hm."], "another instruction:"),
-            (["--max_completion_length", "7"], "another max_completion_length:"),
-            (["--model", "other"], "another model:"),
-            (["--eval_size", "2"], "another questions:"),
-            (["--dataset", "changed.jsonl"], "another questions:"),
+            (["--seed", "1"], "another seed."),
+            (["--group_size", "2"], "another group_size."),
+            (["--epochs", "2", "--temperature", "0.9"], "another epochs, temperature."),
+            (["--algorithm", "grpo"], "another algorithm, eps_low, eps_high."),
+            (["--learning_rate", "1"], "another learning_rate."),
+            (["--prompts_per_step", "8"], "another prompts_per_step."),
+            (["--minibatches", "2"], "another minibatches."),
+            (["--instruction", "Hm."], "another instruction."),
+            (["--max_completion_length", "7"], "another max_completion_length."),
+            (["--model", "other"], "another model."),
+            (["--eval_size", "2"], "another questions."),
+            (["--dataset", "changed.jsonl"], "another questions."),
         ],
     )
     def test_refuses_another_run_by_what_it_has_changed(
@@ -781,37 +906,7 @@ train_math.main({[*command, "--output_dir", str(tmp_path / "killed")]!r}, parity
         FileLock(tmp_path / "a" / "lock").acquire(timeout=0)
 
 
-OWN_TASK = """import train_math
-
-def reward(prompts, completions, level, **columns):
-    return [float(len(text) > n) for text, n in zip(completions, level)]
-
-train_math.main(reward=reward)
-"""
-
-
 class TestCommandLine:
-    def test_needs_gspo_alone_beside_it_and_takes_an_own_reward(self, command, tmp_path):
-        for name in "gspo.py", "train_math.py":
-            shutil.copy(TOP / name, tmp_path)
-        (tmp_path / "own.py").write_text(OWN_TASK)
-        rows = [{"question": f"{i}?", "level": i} for i in range(10)]
-        data = write_jsonl(tmp_path / "own.jsonl", rows)
-        flags = ["--dataset", data, "--output_dir", "runs/own", "--max_steps", "2"]
-        done = subprocess.run(
-            [sys.executable, "own.py", *command, *flags],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "8 questions, 2 more are held out" in done.stdout
-        assert "runs/own/model is the model after step 2" in done.stdout
-        assert "Traceback" not in done.stderr
-        rows = read(tmp_path / "runs" / "own" / "metrics.jsonl")
-        assert len(rows) == 3 and rows[2]["eval_questions"] == 2
-        assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
-
     @pytest.mark.parametrize(
         "flags, word",
         [
@@ -825,6 +920,11 @@ class TestCommandLine:
             ("--learning_rate nan", "nan"),
             ("--learning_rate -1", "--learning_rate"),
             ("--eps_low 0", "--eps_low"),
+            ("--eps_low 1.5", "eps_low 1.5"),
+            ("--eps_low 0.9997", "0.9997"),
+            ("--eps_low 0.9", "distance"),
+            ("--eps_high 0", "--eps_high"),
+            ("--eps_high -0.1", "--eps_high"),
             ("--eps_high inf", "--eps_high"),
             ("--tiny", "--tiny"),
             ("--eval_size -1", "--eval_size"),
@@ -836,6 +936,7 @@ class TestCommandLine:
             ("--micro_batch_tokens 0", "--micro_batch_tokens"),
             ("--epochs 0", "--epochs"),
             ("--minibatches 0", "--minibatches"),
+            ("--max_completion_length 0", "--max_completion_length"),
         ],
     )
     def test_refuses_what_is_wrong_in_one_line(self, flags, word):
@@ -855,47 +956,360 @@ class TestCommandLine:
             ("grpo", (0.2, 0.27)),
         ):
             cfg = train_math.parse_settings(["--algorithm", algorithm])
-            assert (cfg.eps_low, cfg.eps_high) == expected
+            assert cfg.clip_range() == expected
         cfg = train_math.parse_settings(["--eps_low", "0.1"])
-        assert (cfg.eps_low, cfg.eps_high) == (0.1, 4e-4)
+        assert cfg.clip_range() == (0.1, 4e-4)
+        cfg = train_math.parse_settings(["--algorithm", "grpo", "--eps_high", "0.1"])
+        assert cfg.clip_range() == (0.2, 0.1)
+        cfg = train_math.parse_settings(["--eps_low", "1", "--eps_high", "1e9"])
+        assert cfg.clip_range() == (1, 1e9), "no clip"
+
+    def test_a_changed_algorithm_has_its_own_clip_range(self):
+        grpo = train_math.Settings(algorithm="grpo")
+        assert dataclasses.replace(grpo, algorithm="gspo").clip_range() == (3e-4, 4e-4)
+        given = train_math.Settings(algorithm="grpo", eps_low=0.1)
+        assert dataclasses.replace(given, algorithm="gspo").clip_range() == (0.1, 4e-4)
+
+    def test_has_these_defaults(self):
+        """A changed default is a change for everybody who repeats a run without flags."""
+        numbers = {k: v for k, v in vars(train_math.Settings()).items() if not isinstance(v, str)}
+        assert numbers == {
+            "seed": 0,
+            "eps_low": None,
+            "eps_high": None,
+            "group_size": 8,
+            "prompts_per_step": 32,
+            "minibatches": 4,
+            "epochs": 1,
+            "learning_rate": 1e-6,
+            "max_steps": 200,
+            "temperature": 1.0,
+            "max_completion_length": 512,
+            "micro_batch_tokens": None,
+            "rollout_rows": 256,
+            "save_steps": 25,
+            "eval_size": 512,
+        }
+
+    def test_takes_the_ends_of_each_range(self):
+        cfg = train_math.parse_settings(
+            ["--group_size", "2", "--seed", "0", "--eval_size", "0", "--minibatches", "1"]
+        )
+        assert (cfg.group_size, cfg.seed, cfg.eval_size, cfg.minibatches) == (2, 0, 0, 1)
 
     def test_helps(self, capsys):
         with pytest.raises(SystemExit) as stop:
             train_math.main(["--help"])
         said = " ".join(capsys.readouterr().out.split())
         assert not stop.value.code and "(default: runs/math)" in said and "the loss" in said
+        for algorithm in train_math.ALGORITHMS:
+            assert algorithm in said
 
-    def test_names_the_flags_that_help_when_memory_runs_out(self, command, tmp_path, monkeypatch):
+    def test_names_the_flags_that_help_when_memory_runs_out(self, command, tmp_path):
         def full(*arguments, **more):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-        monkeypatch.setitem(train_math.ALGORITHMS, "gspo", (full, 3e-4, 4e-4))
-        line = one_line(
-            train_math.main, *command, "--output_dir", tmp_path / "a", reward=parity_reward
-        )
+        flags = ["--output_dir", tmp_path / "a"]
+        line = one_line(train_math.main, *command, *flags, reward=parity_reward, loss=full)
         assert "CUDA out of memory" in line
         assert "--micro_batch_tokens" in line and "--rollout_rows" in line
 
-    def test_shows_the_traceback_of_a_mistake_in_the_script_and_can_be_called_again(
+    def test_shows_the_traceback_of_a_mistake_in_a_part_and_can_be_called_again(
         self, command, whole, tmp_path
     ):
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 
-        def mistaken(prompts, completions, **columns):
+        def mistaken(*arguments, **more):
             raise RuntimeError("shapes do not fit")
 
+        flags = [*command, "--output_dir", str(tmp_path / "a")]
         with pytest.raises(RuntimeError, match="shapes"):
-            run(command, tmp_path / "a", reward=mistaken)
+            train_math.main(flags, parity_reward, loss=mistaken)
         assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
         assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
 
-    def test_pays_right_numbers_where_no_reward_is_given(self, command, tmp_path, capsys):
+    def test_works_outside_of_the_main_thread(self, command, whole, tmp_path):
+        """There, Python does not allow signal handlers."""
+        errors = []
+
+        def work():
+            try:
+                run(command, tmp_path / "a")
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert not errors
+        assert_same(whole, tmp_path / "a")
+
+    def test_rewards_correct_numbers_if_no_reward_is_given(self, command, tmp_path, capsys):
         train_math.main([*command, "--output_dir", str(tmp_path / "a"), "--max_steps", "1"])
         rows = read(tmp_path / "a" / "metrics.jsonl")
         assert rows[0]["eval_reward"] == rows[1]["reward"] == 0
         assert {"eval_last_number", "eval_last_number_interval"} <= set(rows[0])
         shown = capsys.readouterr().out
-        assert "26 questions, 4 more are held out" in shown and "step 1/1" in shown
-        assert "eval_reward 0 (95%: 0 to 0.49)" in " ".join(shown.split())
+        assert "26 questions and 4 held-out ones" in shown and "step 1/1" in shown
+        assert "eval_reward 0 (95% CI 0 to 0.49)" in " ".join(shown.split())
+        assert "micro-batches of 1024 tokens" in shown and "103,488 parameters" in shown
+        assert len([line for line in shown.split("\n") if "? -> '" in line]) == 4
+
+    @pytest.mark.parametrize(
+        "free, flags, chosen",
+        [(77, [], 8192), (0, [], 512), (77, ["--micro_batch_tokens", "99"], 99)],
+    )
+    def test_chooses_the_micro_batches_by_the_free_memory_of_the_gpu(
+        self, command, fresh, tmp_path, monkeypatch, capsys, pretend_cuda, free, flags, chosen
+    ):
+        pretend_cuda(fresh[0])
+        memory = (free * 2**30, 80 * 2**30)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: memory)
+        seen = []
+
+        def build_minibatches(prompts, responses, advantages, cfg):
+            seen.append(cfg.micro_batch_tokens)
+            return train_math.build_minibatches(prompts, responses, advantages, cfg)
+
+        flags = [*command, "--output_dir", str(tmp_path / "a"), "--max_steps", "1", *flags]
+        train_math.main(flags, parity_reward, build_minibatches=build_minibatches)
+        assert seen == [chosen]
+        assert f"micro-batches of {chosen} tokens" in capsys.readouterr().out
+
+
+QWEN_HALF_A_BILLION = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=896,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+)
+
+
+class TestMemory:
+    @staticmethod
+    def fitting(gib, length=800, config=QWEN_HALF_A_BILLION, parameters=494_032_768):
+        model = SimpleNamespace(config=config, num_parameters=lambda: parameters)
+        return train_math.fitting_micro_batch_tokens(model, length, gib * 2**30)
+
+    def test_of_common_gpus_is_used(self):
+        """What remains free on a T4, a 4090 and an H100 after the 0.5B model has been loaded."""
+        for length in 600, 800, 1000:
+            assert self.fitting(13, length) == 1024
+            assert self.fitting(21.5, length) in (2048, 4096)
+            assert self.fitting(77, length) == 8192
+
+    def test_that_was_measured_on_an_h100_is_enough(self):
+        """Peaks were 12.1 GiB at 1024 tokens and 34 GiB at 8192, of which the weights take 1.8."""
+        assert self.fitting(12.1 - 1.8) >= 512 and self.fitting(12.1 - 1.8 + 1) >= 1024
+        assert self.fitting(34 - 1.8) < 8192 <= self.fitting(34 - 1.8 + 6)
+
+    def test_is_used_more_the_more_there_is(self):
+        found = [self.fitting(gib) for gib in range(100)]
+        assert found == sorted(found) and set(found) == {512, 1024, 2048, 4096, 8192}
+        assert self.fitting(-1) == 512, "less cannot be of use"
+
+    def test_that_a_larger_model_or_a_longer_text_needs_is_left_free(self):
+        assert self.fitting(42) == 8192
+        assert self.fitting(42, parameters=2_000_000_000) == 4096
+        assert self.fitting(42, length=4000) == 4096
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for name in sizes:
+            config = copy.deepcopy(QWEN_HALF_A_BILLION)
+            setattr(config, name, 4 * getattr(config, name))
+            assert self.fitting(42, config=config) < 8192, name
+
+    def test_is_estimated_without_intermediate_size_too(self):
+        """GPT-2's MLP has four times the hidden size unless n_inner says otherwise."""
+        config = GPT2Config(n_embd=896, n_layer=24, n_head=14)
+        like_it = copy.deepcopy(QWEN_HALF_A_BILLION)
+        like_it.intermediate_size = 4 * 896
+        for gib in range(40):
+            assert self.fitting(gib, config=config) == self.fitting(gib, config=like_it)
+
+
+def doubled(forward, inputs):
+    out = forward(**inputs)
+    out.logits = out.logits * 2
+    return out
+
+
+def forgetful(forward, inputs):
+    return forward(**inputs | {"past_key_values": DynamicCache()})
+
+
+def blind_to_padding(forward, inputs):
+    return forward(**inputs | {"attention_mask": None, "position_ids": None})
+
+
+class TestModels:
+    @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1], QUESTIONS[:1]])
+    def test_that_work_pass_the_check(self, fresh, questions):
+        cfg = settings(instruction="")
+        length = train_math.check_model(*fresh, questions, cfg, reward=parity_reward)
+        longest = max(len(row["question"]) + 1 for row in questions)
+        assert length == longest + cfg.max_completion_length
+
+    @pytest.mark.parametrize("fault", [doubled, forgetful, blind_to_padding])
+    @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1]])
+    def test_whose_cache_padding_or_head_misbehaves_are_refused(self, tiny, fault, questions):
+        model, tokenizer = tiny
+        forward = model.forward
+        model.forward = lambda **inputs: fault(forward, inputs)
+        torch.manual_seed(0)
+        with pytest.raises(ValueError, match="eight sampled tokens have other log-probs"):
+            train_math.check_model(model, tokenizer, questions, settings(), reward=parity_reward)
+
+    @pytest.mark.parametrize(
+        "fault, words",
+        [
+            ("scaled", "other log-probs"),
+            ("no pair", "not a pair"),
+            ("no pair by one token", "not a pair"),
+            ("no end", "an end token"),
+            ("no template", "chat"),
+            ("too long", "515 tokens"),
+            ("nan", ""),
+            ("meta", ""),
+            ("tpu9", "tpu9"),
+        ],
+    )
+    def test_that_do_not_fit_end_in_one_line_before_any_step(
+        self, command, fresh, tmp_path, monkeypatch, fault, words
+    ):
+        model, tokenizer = fresh
+        flags = ["--output_dir", tmp_path / "a"]
+        if fault == "scaled":
+            forward = model.forward
+            model.forward = lambda **inputs: doubled(forward, inputs)
+        elif fault == "no pair by one token":
+            questions = train_math.load_questions(settings(dataset=command[3]))[0]
+            prompts = train_math.encode_prompts(tokenizer, questions, settings())
+            model.resize_token_embeddings(max(map(max, prompts)))
+        elif fault == "no pair":
+            model.resize_token_embeddings(40)
+        elif fault == "no end":
+            tokenizer.eos_token = model.generation_config.eos_token_id = None
+        elif fault == "no template":
+            tokenizer.chat_template = None
+        elif fault == "too long":
+            flags += ["--max_completion_length", "490"]
+        elif fault == "nan":
+            model.lm_head.weight.data[5] = math.nan
+        else:
+            flags += ["--device", fault]
+        if fault not in ("meta", "tpu9"):
+            monkeypatch.setattr(train_math, "load", lambda *a: fresh)
+        line = one_line(train_math.main, *command, *flags, reward=parity_reward)
+        assert line.startswith(f"train_math.py: --model {command[1]} ") and words in line
+        assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
+
+    def test_that_are_not_there_or_damaged_end_in_one_line(self, command, world, tmp_path):
+        (tmp_path / "empty").mkdir()
+        shutil.copytree(world / "model", tmp_path / "cut")
+        weights = tmp_path / "cut" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        for name in "empty", "nowhere", "cut":
+            line = one_line(
+                train_math.main,
+                *command,
+                "--model",
+                tmp_path / name,
+                "--output_dir",
+                tmp_path / "o",
+            )
+            assert f"--model {tmp_path / name} " in line
+
+    def test_whose_forward_is_not_a_number_are_refused(self, fresh):
+        def not_a_number(model, batch, temperature):
+            return torch.full(batch.mask.shape, math.nan)
+
+        parts = {"reward": parity_reward, "response_log_probs": not_a_number}
+        with pytest.raises(ValueError, match="other log-probs"):
+            train_math.check_model(*fresh, QUESTIONS, settings(), **parts)
+
+    @pytest.mark.parametrize(
+        "fault, refused",
+        [
+            ("Gemma 2", "final_logit_softcapping"),
+            ("Granite", "logits_scaling"),
+            ("Cohere", "logit_scale"),
+            ("Granite, not scaled", None),
+            ("Gemma 2, not capped", None),
+        ],
+    )
+    def test_that_change_their_logits_are_refused_by_their_config(self, fresh, fault, refused):
+        """With small logits, a cap has no effect on the texts of the check, but it has later."""
+        _, tokenizer = fresh
+        sizes = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+        }
+        if fault == "Cohere":
+            model = CohereForCausalLM(CohereConfig(logit_scale=0.5, **sizes))
+        elif "Granite" in fault:
+            scaling = 1.0 if "not" in fault else 8.0
+            model = GraniteForCausalLM(GraniteConfig(logits_scaling=scaling, **sizes))
+        else:
+            cap = None if "not" in fault else 30.0
+            config = Gemma2Config(final_logit_softcapping=cap, head_dim=16, **sizes)
+            model = Gemma2ForCausalLM(config)
+        arguments = (model.eval(), tokenizer, QUESTIONS, settings())
+        if refused:
+            with pytest.raises(ValueError, match=refused):
+                train_math.check_model(*arguments, reward=parity_reward)
+        else:
+            train_math.check_model(*arguments, reward=parity_reward)
+
+    def test_are_trained_without_dropout(self, fresh):
+        """Dropout would give the same tokens other log-probs in each forward."""
+        _, tokenizer = fresh
+        config = GPT2Config(
+            vocab_size=len(tokenizer),
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            n_positions=256,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            resid_pdrop=0.5,
+        )
+        model = GPT2LMHeadModel(config).train()
+        rows = train_math.train(
+            settings(max_steps=2), model, tokenizer, sums(8), reward=parity_reward
+        )
+        assert not model.training
+        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
+
+    def test_in_half_precision_are_refused_with_the_remedy(self, fresh):
+        model, tokenizer = fresh
+        with pytest.raises(ValueError, match="bfloat16.*float32"):
+            train_math.train(settings(), model.bfloat16(), tokenizer, sums(8), reward=parity_reward)
+        model.float()
+        model.frozen = torch.nn.Parameter(torch.ones(1).bfloat16(), requires_grad=False)
+        train_math.train(settings(max_steps=1), *fresh, sums(8), reward=parity_reward)
+
+    @pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
+    def test_with_lora_train_their_adapter_alone(self, fresh):
+        from peft import LoraConfig, get_peft_model
+
+        model, tokenizer = fresh
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+        cfg = settings(max_steps=2)
+        train_math.check_model(adapted, tokenizer, sums(4), cfg, reward=parity_reward)
+        rows = train_math.train(cfg, adapted, tokenizer, sums(8), sums(2), reward=parity_reward)
+        moved = {name for name, p in adapted.named_parameters() if not torch.equal(p, before[name])}
+        assert moved and all("lora_" in name for name in moved)
+        assert any("lora_A" in name for name in moved) and any("lora_B" in name for name in moved)
+        assert all(row["log_ratio_first_max"] == 0 < row["log_ratio_std"] for row in rows[1:])

@@ -1,0 +1,269 @@
+"""train_math.py with a reward, an algorithm or a training loop of the user's own."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import train_math
+from common.logs import read
+from tests.conftest import (
+    assert_same,
+    one_line,
+    parity_reward,
+    run,
+    settings,
+    sums,
+)
+
+
+def constant_reward(prompts, completions, **columns):
+    return [0.3] * len(completions)
+
+
+class TestScore:
+    def test_gives_a_reward_its_prompts_completions_and_all_columns(self):
+        questions = [{"question": "a?", "level": 1}, {"question": "b?", "level": 2}]
+        asked = []
+
+        def reward(prompts, completions, level, **columns):
+            asked.append((prompts, completions, level, columns))
+            return [1, 2, 3, 4]
+
+        rewards = train_math.score(reward, questions, ["w", "x", "y", "z"])
+        assert rewards.tolist() == [1, 2, 3, 4] and rewards.dtype == torch.float32
+        prompts = ["a?", "a?", "b?", "b?"]
+        assert asked == [(prompts, ["w", "x", "y", "z"], [1, 1, 2, 2], {"question": prompts})]
+
+    @pytest.mark.parametrize(
+        "returned",
+        [(1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))],
+    )
+    def test_takes_any_sequence_of_numbers(self, returned):
+        rewards = train_math.score(lambda **columns: returned, sums(1), ["x", "y"])
+        assert rewards.tolist() == [1, 2.5]
+
+
+async def an_async_reward(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+
+def a_reward_that_raises(prompts, completions, **columns):
+    raise OSError("HTTP 503")
+
+
+def a_reward_that_returns(value):
+    """A reward that returns this, or, if it is a function, what this makes of the texts."""
+
+    def faulty_reward(prompts, completions, **columns):
+        return value(completions) if callable(value) else value
+
+    return faulty_reward
+
+
+FAULTY_REWARDS = {
+    "NaN": (lambda texts: [math.nan] * len(texts), "[nan, nan]"),
+    "one NaN": (lambda texts: [0.0] * (len(texts) - 1) + [math.nan], "[0.0, nan]"),
+    "inf": (lambda texts: [-math.inf] * len(texts), "[-inf, -inf]"),
+    "None": (None, "None"),
+    "None for each text": (lambda texts: [None] * len(texts), "[None, None]"),
+    "one number": (1.0, "1.0"),
+    "one number too few": (lambda texts: [1.0] * (len(texts) - 1), "[1.0]"),
+    "one number too many": (lambda texts: [1.0] * (len(texts) + 1), "[1.0, 1.0, 1.0]"),
+    "a dict": ({"format": 1.0, "answer": 0.0}, "{'format': 1.0, 'answer': 0.0}"),
+    "texts": (lambda texts: ["good"] * len(texts), "['good', 'good']"),
+    "a list for each text": (lambda texts: [[1.0]] * len(texts), "[[1.0], [1.0]]"),
+}
+
+
+class TestAFaultyReward:
+    @pytest.mark.parametrize("fault", FAULTY_REWARDS)
+    def test_ends_in_one_line_before_the_first_rollout(self, command, tmp_path, fault):
+        value, shown = FAULTY_REWARDS[fault]
+        line = self.line(command, tmp_path, a_reward_that_returns(value))
+        assert "faulty_reward returned " + shown in line
+        assert "2 finite numbers" in line
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it was never awaited
+    @pytest.mark.parametrize(
+        "reward, said",
+        [
+            (an_async_reward, "an_async_reward returned <coroutine"),
+            (a_reward_that_raises, "a_reward_that_raises raised OSError('HTTP 503')"),
+            (lambda prompts, answers: [0.0], "unexpected keyword argument"),
+        ],
+    )
+    def test_that_raises_or_is_async_is_named_too(self, command, tmp_path, reward, said):
+        assert said in self.line(command, tmp_path, reward)
+
+    def line(self, command, tmp_path, reward):
+        def rollout(model, prompts, group_size, max_length, *rest):
+            assert len(prompts) == 2 and max_length == 8, "the long work has begun"
+            return train_math.rollout(model, prompts, group_size, max_length, *rest)
+
+        flags = ["--output_dir", tmp_path / "a"]
+        line = one_line(train_math.main, *command, *flags, reward=reward, rollout=rollout)
+        assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
+        return line
+
+    def test_that_is_an_object_is_named_by_its_class(self):
+        class Judge:
+            def __call__(self, prompts, completions, **columns):
+                return None
+
+        with pytest.raises(train_math.RewardError, match="the reward Judge returned None"):
+            train_math.score(Judge(), sums(1), ["x"])
+
+    @pytest.mark.parametrize("fault", ["raises", "NaN"])
+    def test_in_a_later_step_is_shown_after_a_save_and_the_run_can_be_resumed(
+        self, command, whole, tmp_path, capsys, fault
+    ):
+        """In step 4 of 6. The last regular save was after step 2."""
+        calls = []
+
+        def reward(prompts, completions, **columns):
+            if len(completions) == 16:
+                calls.append(1)
+                if len(calls) == 4 and fault == "raises":
+                    raise OSError("HTTP 503")
+                if len(calls) == 4:
+                    return [math.nan] * 16
+            return parity_reward(prompts, completions)
+
+        with pytest.raises(train_math.RewardError) as raised:
+            run(command, tmp_path / "a", reward=reward)
+        if fault == "raises":
+            assert isinstance(raised.value.__cause__, OSError), "the traceback is the user's"
+        assert "saved" in capsys.readouterr().out
+        state = torch.load(tmp_path / "a" / "state.pt")
+        assert [row["step"] for row in state["rows"]] == [0, 1, 2, 3]
+        run(command, tmp_path / "a")
+        assert_same(whole, tmp_path / "a")
+
+    def test_in_an_evaluation_leaves_what_was_saved(self, command, whole, tmp_path):
+        """Of the evaluations, each of four questions, the one after step 4 fails."""
+        calls = []
+
+        def reward(prompts, completions, **columns):
+            calls.extend([1] * (len(completions) == 4))
+            if len(calls) == 3:
+                raise OSError("HTTP 503")
+            return parity_reward(prompts, completions)
+
+        with pytest.raises(train_math.RewardError):
+            run(command, tmp_path / "a", reward=reward)
+        run(command, tmp_path / "a")
+        assert_same(whole, tmp_path / "a")
+
+    def test_keeps_the_log_json(self, whole):
+        def refuse(word):
+            raise ValueError(f"{word} is not JSON")
+
+        for path in whole.glob("*.jsonl"):
+            for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+                json.loads(line, parse_constant=refuse)
+
+
+class TestAnAlgorithm:
+    @pytest.mark.parametrize("ratio", ["sequence", "token"])
+    def test_is_asked_which_ratio_it_clips(self, fresh, monkeypatch, ratio):
+        """The log-probs of a response change by +1 and -1 in turn, so that s is about 1, and all
+        tokens with a positive advantage and +1, or a negative one and -1, are clipped."""
+        row = train_math.ALGORITHMS["grpo"]._replace(ratio=ratio)
+        monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
+
+        def response_log_probs(model, batch, temperature):
+            log_probs = train_math.response_log_probs(model, batch, temperature)
+            order = batch.mask.cumsum(1)  # 1, 2, 3, ... on the response
+            even = batch.mask.sum(1)[:, None] // 2 * 2
+            signs = (1 - 2 * (order % 2)) * batch.mask * (order <= even)
+            return log_probs + signs * torch.is_grad_enabled()
+
+        cfg = settings(algorithm="own", max_steps=1, learning_rate=1e-12)
+        parts = {"reward": parity_reward, "response_log_probs": response_log_probs}
+        _, row = train_math.train(cfg, *fresh, sums(4), **parts)
+        if ratio == "sequence":
+            assert row["clip_fraction"] == 0
+        else:
+            assert 0.3 < row["clip_fraction"] <= 0.5
+
+    def test_is_a_choice_of_the_command_line(self, monkeypatch, capsys):
+        with pytest.raises(SystemExit):
+            train_math.parse_settings(["--algorithm", "own"])
+        assert "gspo" in capsys.readouterr().err
+        row = train_math.ALGORITHMS["gspo"]._replace(eps_low=0.5)
+        monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
+        cfg = train_math.parse_settings(["--algorithm", "own"])
+        assert cfg.clip_range() == (0.5, 4e-4)
+
+    def test_with_a_wrong_clip_range_is_refused(self, monkeypatch):
+        row = train_math.ALGORITHMS["gspo"]._replace(eps_low=1.5)
+        monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
+        with pytest.raises(ValueError, match="eps_low 1.5"):
+            settings(algorithm="own")
+
+
+class TestTrain:
+    @pytest.mark.parametrize(
+        "faults",
+        [{"eps_low": 0}, {"eps_low": 1.5}, {"eps_low": 0.9997}, {"eps_high": 0}, {"group_size": 1}],
+    )
+    def test_settings_that_are_out_of_range_are_refused(self, faults):
+        with pytest.raises(ValueError, match=next(iter(faults))):
+            settings(**faults)
+
+    def test_without_questions_is_refused(self, fresh):
+        with pytest.raises(ValueError, match="no questions"):
+            train_math.train(settings(), *fresh, [], sums(2), reward=parity_reward)
+
+    def test_into_the_folder_of_another_run_is_refused(self, fresh, tmp_path):
+        cfg = settings(output_dir=str(tmp_path), max_steps=1)
+        train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+        with pytest.raises(ValueError, match="holds a run"):
+            train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+        state = train_math.load_state(cfg, sums(8))
+        rows = train_math.train(cfg, *fresh, sums(8), state=state, reward=parity_reward)
+        assert len(rows) == 2
+        assert train_math.load_state(settings(output_dir=str(tmp_path / "b")), sums(8)) is None
+
+    def test_gives_on_step_every_row_with_its_notes(self, fresh):
+        """Also without an output_dir, where nothing is printed."""
+        seen = []
+        rows = train_math.train(
+            settings(),
+            *fresh,
+            sums(8),
+            sums(2),
+            reward=constant_reward,
+            on_step=lambda row: seen.append(dict(row)),
+        )
+        assert seen == rows and len(rows) == 7
+        (note,) = rows[3]["notes"]
+        assert "no gradient in three steps" in note and "(mean 0.3;" in note
+        assert all("notes" not in row for row in rows[:3] + rows[4:])
+        assert all("eval_results" not in row for row in rows)
+
+    def test_main_passes_on_step_on(self, command, tmp_path):
+        seen = []
+        flags = [*command, "--output_dir", str(tmp_path / "a"), "--max_steps", "1"]
+        train_math.main(flags, parity_reward, on_step=seen.append)
+        assert json.loads(json.dumps(seen)) == read(tmp_path / "a" / "metrics.jsonl")
+
+    def test_ends_early_if_stopped_holds_something(self, fresh):
+        stopped = []
+        rows = train_math.train(
+            settings(),
+            *fresh,
+            sums(8),
+            reward=parity_reward,
+            stopped=stopped,
+            on_step=lambda row: stopped.extend([1] * (row["step"] == 2)),
+        )
+        assert [row["step"] for row in rows] == [0, 1, 2]
+
+    def test_refuses_a_part_that_it_does_not_know(self, fresh):
+        with pytest.raises(TypeError, match="rewards"):
+            train_math.train(settings(), *fresh, sums(8), rewards=parity_reward)
