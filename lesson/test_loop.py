@@ -565,7 +565,7 @@ class TestPhase4Update:
 
     def test_sums_micro_batches_to_reinforces_gradient(self):
         run = Run(4)
-        run.check_gradient(0, "micro-batches must add up to the gradient of the minibatch, all with "
+        run.check_gradient(0, "micro-batches must add up to the gradient of the minibatch, with "
                            "the same denominator, which is responses // minibatches = 8")
 
     def test_counts_responses_without_gradient_in_the_denominator(self):
