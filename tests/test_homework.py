@@ -85,9 +85,9 @@ class TestHandOut:
             assert set(hint.splitlines()[1:]) <= set(lines)
 
     def test_has_no_answer(self, folder):
-        """No statement that is left out stands anywhere in the hand-out, the tests included."""
+        """No statement that is left out stands in the tests."""
         handed_out = set()
-        for name in "train_math.py", "test_loop.py", "grading.py":
+        for name in "test_loop.py", "grading.py":
             text = (folder / name).read_text(encoding="utf-8")
             handed_out |= written(ast.parse(text))
         answers = set()
@@ -95,8 +95,7 @@ class TestHandOut:
             for node in body:
                 answers |= written(node)
         assert len(answers) > 20
-        given = {"eps_low, eps_high = cfg.clip_range()"}  # stands in another function, too
-        assert handed_out & answers <= given
+        assert not handed_out & answers
 
     def test_overwrites_nothing(self, tmp_path):
         (tmp_path / "gspo.py").write_text("mine")
@@ -187,13 +186,13 @@ STEP = "        optimizer.step()\n        optimizer.zero_grad()\n"
 DENOMINATOR = "denominator=denominator)\n            with"
 MISTAKES = [  # the only blank that loses points, but for the whole step; the change; the hint
     ("MicroBatch", ("is_response[1:]", "is_response[:-1]"), "a column too late"),
-    ("MicroBatch", ("is_response[1:]", "is_response"), "it has L - 1 columns"),
+    ("MicroBatch", ("is_response[1:]", "is_response"), "has L - 1 columns"),
     ("MicroBatch", ("[True] * len(responses[i])", "[t != 1 for t in responses[i]]"), "end token"),
     ("MicroBatch", ("[False] * len(prompts[i])", "[True] * len(prompts[i])"), "on the prompt"),
     ("MicroBatch", ("torch.tensor(is_response[1:])", "torch.tensor(is_response[1:]).long()"),
      "a boolean tensor"),
     ("MicroBatch", ("prompts[i] + responses[i])", "responses[i] + prompts[i])"), "comes before"),
-    ("MicroBatch", ("advantages[self.indices]", "advantages"), "only of the rows asked for"),
+    ("MicroBatch", ("advantages[self.indices]", "advantages"), "only those of `indices`"),
     ("MicroBatch", ("pad_sequence(mask, batch_first=True).to(device)",
                     "pad_sequence(mask, batch_first=True)"), ".to(device)"),
     ("ResponseLogProbs", ("hidden[:, :-1][batch.mask]", "hidden[:, 1:][batch.mask]"), "too late"),
@@ -259,10 +258,10 @@ MISTAKES = [  # the only blank that loses points, but for the whole step; the ch
      "may be None"),
     ("Phase4Update", (NEW, NEW.replace("cfg.temperature", "1.0")), "at cfg.temperature"),
     ("Phase4Update", (UPDATE, UPDATE.replace(".detach()", "")), "detach the log-probs"),
-    ("Phase4Update", (UPDATE, UPDATE.replace("loss.item()", "loss.detach()")), "the loss's .item"),
+    ("Phase4Update", (UPDATE, UPDATE.replace("loss.item()", "loss.detach()")), "by its .item"),
     ("Phase4Update", ("batch.advantages, batch.mask,\n                                 eps_low",
                       "batch.advantages, batch.mask | True,\n                                 "
-                      "eps_low"), "the loss's mask"),
+                      "eps_low"), "the mask of the loss"),
     ("Phase4Update", ("    updates = []", "    minibatches[0]\n    updates = []"), "IndexError"),
 ]
 
