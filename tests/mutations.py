@@ -2,11 +2,10 @@
 
     python -m tests.mutations [--count 100] [--seed 0] [--results FILE]
 
-Each mutation changes one place of the syntax tree: an operator, a number, a condition, the order of
-two arguments, a keyword or a whole statement. Texts stay, because most of them are messages. Then
-the tests of train_math.py run until one fails or until LIMIT, and both count as caught. If the file
-cannot be imported, another mutation is drawn. If the command is repeated with the same results
-file, it tests only what was not caught before.
+Each mutation changes one operator, number, condition, keyword, order of arguments or statement. The
+tests run until one fails or until LIMIT; both count as caught. If the file cannot be imported,
+another mutation is drawn. Texts stay, because most of them are messages. If the command is repeated
+with the same results file, it tests only what was not caught before.
 """
 import argparse
 import ast
@@ -31,7 +30,12 @@ for pair in PAIRS.split(", "):
     one, other = (getattr(ast, name) for name in pair.split())
     SWAPPED |= {one: other, other: one}
 LIMIT = 900  # seconds for the tests of one mutation
-DROPPED = (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If)
+KINDS = {
+    "constant": ast.Constant,
+    "condition": (ast.If, ast.IfExp, ast.While),
+    "unary operator": ast.UnaryOp,
+    "statement": (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If),
+}
 GPU = "only a GPU executes this line"
 EXPLAINED = {  # the changed line of a survivor, and why the tests cannot notice the change
     "torch.manual_seed(cfg.seed * 2000006 + step)": "any large factor keeps the seeds apart",
@@ -43,22 +47,16 @@ EXPLAINED = {  # the changed line of a survivor, and why the tests cannot notice
 
 def kinds_of(node):
     """The kinds of mutation that this node allows."""
-    kinds = []
+    value = getattr(node, "value", 0)
+    if value is None or isinstance(getattr(value, "value", value), str):
+        return []  # None or a text
+    kinds = [kind for kind, nodes in KINDS.items() if isinstance(node, nodes)]
     operator = getattr(node, "ops", [getattr(node, "op", None)])[0]
     if type(operator) in SWAPPED and not isinstance(node, ast.AugAssign):
         kinds.append("operator")
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        kinds.append("constant")
-    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-        kinds.append("condition")
-    if isinstance(node, ast.UnaryOp):
-        kinds.append("unary operator")
     if isinstance(node, ast.Call):
         kinds += ["arguments"] * (len(node.args) > 1)
         kinds += [f"keyword {i}" for i in range(len(node.keywords))]
-    text = getattr(getattr(node, "value", None), "value", None)
-    if isinstance(node, DROPPED) and not isinstance(text, str):
-        kinds.append("statement")
     return kinds
 
 
@@ -78,10 +76,11 @@ def mutate(tree, number, kind):
         node.args[:2] = reversed(node.args[:2])
     elif kind == "constant":
         node.value = not node.value if isinstance(node.value, bool) else node.value * 2 or 1
-    elif kind == "operator" and isinstance(node, ast.Compare):
-        node.ops[0] = SWAPPED[type(node.ops[0])]()
     elif kind == "operator":
-        node.op = SWAPPED[type(node.op)]()
+        if isinstance(node, ast.Compare):
+            node.ops[0] = SWAPPED[type(node.ops[0])]()
+        else:
+            node.op = SWAPPED[type(node.op)]()
     else:
         del node.keywords[int(kind.split()[1])]
 
@@ -103,8 +102,8 @@ def mutations(source, seed):
 def run_tests(folder, log):
     """Run the tests in this process, which ends with them, on the train_math.py of the folder."""
     os.setsid()
-    for stream in 1, 2:
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
     for name in list(sys.modules):
         if name.startswith(("train_math", "tests.test_", "tests.conftest", "common")):
             del sys.modules[name]
@@ -113,9 +112,8 @@ def run_tests(folder, log):
         importlib.import_module("train_math")
     except BaseException:
         os._exit(99)
-    files = [f"tests/{name}.py" for name in TESTS]
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", f"--basetemp={folder}/files"]
-    os._exit(pytest.main([*files, *options]))
+    os._exit(pytest.main([*options, *[f"tests/{name}.py" for name in TESTS]]))
 
 
 def outcome(source):
