@@ -264,6 +264,15 @@ class TestTrain:
         )
         assert [row["step"] for row in rows] == [0, 1, 2]
 
+    @pytest.mark.parametrize("name", ["encode_prompts", "rollout", "response_log_probs"])
+    def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
+        def fails(*arguments):
+            raise OSError("in the part")
+
+        parts = {"reward": parity_reward, name: fails}
+        line = one_line(train_math.main, *command, "--output_dir", tmp_path / "a", **parts)
+        assert "in the part" in line and "--model" in line
+
     def test_refuses_a_part_that_it_does_not_know(self, fresh):
         with pytest.raises(TypeError, match="rewards"):
             train_math.train(settings(), *fresh, sums(8), rewards=parity_reward)
