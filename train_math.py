@@ -219,7 +219,7 @@ def tf32_matmuls():
 def rollout_metrics(rollout, minibatches, advantages, cfg):
     """The metrics of the sampled responses, before any update."""
     lengths = [len(response) for response in rollout.responses]
-    equal = (advantages.view(-1, cfg.group_size) == 0).all(1)
+    equal = (advantages.view(len(lengths) // cfg.group_size, -1) == 0).all(1)
     gaps = []  # the sampler's log-probs minus those of the update
     for batch in itertools.chain(*minibatches):
         sampled = [rollout.log_probs[i, :lengths[i]] for i in batch.indices]
@@ -492,7 +492,8 @@ class MicroBatch:
     """Some responses of a rollout, with their prompts, that go through the model at once."""
 
     def __init__(self, prompts, responses, indices, device, advantages=None):
-        """indices: which responses; prompts: the prompt of each response; advantages: (B,)."""
+        """indices: which responses; prompts: the prompt of each response; advantages: (B,), or
+        (B, n) if a build_minibatches of your own turns them into advantages per token."""
         ids = []
         mask = []
         for i in indices:
@@ -504,7 +505,7 @@ class MicroBatch:
         self.indices = list(indices)
         self.ids = pad_sequence(ids, batch_first=True).to(device)  # (b, L), padded on the right
         self.mask = pad_sequence(mask, batch_first=True).to(device)  # (b, L - 1), for ids[:, 1:]
-        self.advantages = None  # (b,)
+        self.advantages = None  # (b,), or (b, L - 1) for losses with an advantage per token
         if advantages is not None:
             self.advantages = advantages[self.indices].to(device)
         self.old_log_probs = None  # (b, L - 1), computed before the first update
@@ -525,7 +526,7 @@ def build_minibatches(prompts, responses, advantages, cfg):
     size = len(responses) // cfg.minibatches
     tokens_at_once = cfg.micro_batch_tokens or CPU_TOKENS
     for start in range(0, len(responses), size):
-        indices = [i for i in range(start, start + size) if advantages[i] != 0]
+        indices = [i for i in range(start, start + size) if advantages[i].any()]
         lengths = {i: len(prompts[i]) + len(responses[i]) for i in indices}
         groups = []
         for i in sorted(indices, key=lengths.get):  # similar lengths together need little padding
@@ -997,8 +998,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
         rows = train(cfg, model, tokenizer, questions, held_out, state, stopped, on_step,
                      **replaced)
     except RewardError:
-        tqdm.write("The run up to the last complete step is saved. Correct the reward function, "
-                   "and run the same command again to resume it.")
+        tqdm.write("What was saved is intact. Correct the reward function, and run the same "
+                   "command again to resume the run.")
         raise
     except (KeyboardInterrupt, FloatingPointError, torch.OutOfMemoryError) as error:
         sys.exit(f"train_math.py: {error!r}. What was saved is intact, and the same command resumes"

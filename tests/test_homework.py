@@ -1,4 +1,4 @@
-"""The second homework, the loop with four blanks, and the third, logs of silent bugs.
+"""The second homework, the loop with four blanks.
 
     python -m pytest tests/test_homework.py           two minutes on a CPU
 """
@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.logs import read
-from lesson import class_grades, find_the_bug, loop_homework, test_loop
+from lesson import class_grades, loop_homework, test_loop
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = (ROOT / "train_math.py").read_text(encoding="utf-8")
@@ -338,52 +337,3 @@ def test_pieces_of_a_copy_are_recognised():
     own = class_grades.fingerprints(homework, own)
     assert own["MicroBatch.__init__"] == same["MicroBatch.__init__"]
     assert own["phase 4"] == same["phase 4"]
-
-
-@pytest.fixture
-def logs():
-    """{what is wrong: its rollouts}, as committed."""
-    return {name: read(find_the_bug.FOLDER / f"{letter}.jsonl")[1:]
-            for letter, name in find_the_bug.answers().items()}
-
-
-class TestFindTheBug:
-    def test_has_seven_logs_of_eight_rollouts(self, logs):
-        kept = {path.name for path in find_the_bug.FOLDER.iterdir()}
-        assert kept == {"bugs.png", *(f"{letter}.jsonl" for letter in "abcdefg")}
-        assert list(find_the_bug.answers()) == list("abcdefg")
-        assert set(logs) == set(list(find_the_bug.BUGS)[:7])
-        assert "nothing" in logs
-        assert all([row["step"] for row in rows] == list(range(1, 9)) for rows in logs.values())
-
-    def test_gives_nothing_away_in_the_settings(self):
-        """The first rows are the same: settings, and how right the start is."""
-        firsts = {path.read_text().partition("\n")[0]
-                  for path in find_the_bug.FOLDER.glob("*.jsonl")}
-        assert len(firsts) == 1
-        assert not re.search("eps_|/|temperature", firsts.pop())
-
-    def test_shows_each_bug_where_the_answers_say(self, logs):
-        found = {
-            "advantages over": lambda row: row["equal_reward_groups"] == 0,
-            "advantages do": lambda row: row["reward"] < 0.27 and row["grad_norm"] < 0.6,
-            "zero_grad": lambda row: 1 < row["grad_norm"] < 2 and row["loss"] ** 2 > 1e-12,
-            "GRPO": lambda row: row["clip_fraction"] < 0.21,
-            "the ratio": lambda row: abs(row["loss"]) < 1e-7,
-            "no root": lambda row: row["grad_norm"] > 2}
-        for start, shown in found.items():
-            names = [name for name, rows in logs.items() if all(map(shown, rows))]
-            assert len(names) == 1 and names[0].startswith(start), (start, names)
-
-    def test_has_its_answers_in_the_page(self):
-        page = (ROOT / "lesson" / "find_the_bug.md").read_text(encoding="utf-8")
-        exercise, answers = page.split("<details><summary>Answers")
-        for letter, name in find_the_bug.answers().items():
-            assert f"| {name} | |" in exercise
-            assert f"| {letter} | {name} |" in answers
-        assert re.findall(r"^- \*\*(.)\*\*", answers, re.MULTILINE) == list("acdefg")  # b is right
-
-    def test_has_all_bugs_in_the_table(self):
-        lines = find_the_bug.TABLE.read_text(encoding="utf-8").splitlines()
-        names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line[:2] == "| "]
-        assert names == ["wrong", *find_the_bug.BUGS]
