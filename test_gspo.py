@@ -140,7 +140,7 @@ def under_test(request):
     request.config.pluginmanager.register(grade)
 
 
-# ---- how a test speaks ---------------------------------------------------------------------------
+# ---- what a failed test says ---------------------------------------------------------------------
 
 
 def check(got, expected, hint, tolerance=1e-5, mistakes=()):
@@ -149,13 +149,13 @@ def check(got, expected, hint, tolerance=1e-5, mistakes=()):
     mistakes: pairs of a wrong result and what to say of it. A dimension of size 1 too many or too
     few costs points in one promise, and not here."""
     if got.dtype not in (torch.float32, torch.float64):
-        fail("compute in float32: bfloat16 cannot even hold 1 + 3e-4", f"got {got.dtype}")
+        fail("compute in float32: bfloat16 cannot represent 1 + 3e-4", f"got {got.dtype}")
     got = got.detach().double()
     expected = torch.as_tensor(expected, dtype=torch.float64)
     numbers = [f"got      {got.tolist()}", f"expected {expected.tolist()}"]
     sizes = [[n for n in x.shape if n != 1] for x in (got, expected)]
     if sizes[0] != sizes[1]:
-        fail(f"a result of shape {tuple(expected.shape)}, not {tuple(got.shape)}", *numbers)
+        fail(f"the shape must be {tuple(expected.shape)}, not {tuple(got.shape)}", *numbers)
     got = got.reshape(expected.shape)
 
     def is_close_to(value):
@@ -220,7 +220,7 @@ def check_no_gradient_of_old(function, new, old, *arguments):
     old.requires_grad_()
     function(new, old, *arguments).sum().backward()
     if old.grad is not None and bool((old.grad != 0).any()):
-        fail("old_log_probs never gets a gradient: detach it", f"got {old.grad.tolist()}")
+        fail("old_log_probs must not get a gradient: detach it", f"got {old.grad.tolist()}")
 
 
 # ---- the example that a pencil can check ---------------------------------------------------------
@@ -254,24 +254,24 @@ def about(i):
     return f"one response, token ratios {RATIOS[i]}, A = {ADVANTAGES[i]:g}, range 0.8 to 1.5"
 
 
-# Three ways to lay the four responses out; none may matter. columns, padding, what to look at
+# Three layouts of the same four responses: columns, padding, what to look at
 LAYOUTS = pytest.mark.parametrize("columns, padding, hint", [
-    (4, 0.0, "each response over its own tokens: |y| is its mask's sum, not T, not the batch's"),
-    (10, 0.0, "six more columns change nothing: divide by |y| (the mask's sum), not by T"),
-    (4, -7.0, "padding of -7 must not matter: only tokens where the mask is 1 are in a mean"),
+    (4, 0.0, "|y| is the number of tokens of each response: the sum of its mask, and not T"),
+    (10, 0.0, "six more columns of padding change nothing: divide by |y|, and not by T"),
+    (4, -7.0, "padding (-7 here) changes nothing: a mean is over the tokens of the mask"),
 ])
 
 # ratio, advantage, min(r A, clip(r, 0.8, 1.5) A), its slope in r, what to look at
 CLIPPED = [
-    (1.2, 1.0, 1.2, 1, "within the range: r A"),
-    (0.5, 1.0, 0.5, 1, "the min of 0.5 and 0.8 (0.8 is the max, or the clip without the min)"),
-    (2.0, 1.0, 1.5, 0, "the clip holds at 1 + eps_high (1.2: the two eps are swapped; 2: no clip)"),
-    (1.2, -1.0, -1.2, -1, "within the range: r A"),
-    (0.5, -1.0, -0.8, 0, "the clip holds at 1 - eps_low (-0.5: no clip on this side)"),
-    (2.0, -1.0, -2.0, -1, "the min of -2 and -1.5 (-1.5 is the max, or the clip without the min)"),
-    (2.0, 0.0, 0.0, 0, "no advantage, no objective"),
-    (0.7, 1.0, 0.7, 1, "the min of 0.7 and 0.8: where A > 0, nothing is clipped below the range"),
-    (1.6, -1.0, -1.6, -1, "the min of -1.6 and -1.5: where A < 0, nothing is clipped above it"),
+    (1.2, 1.0, 1.2, 1, "r is within the range, so this is r A"),
+    (0.5, 1.0, 0.5, 1, "take the min of 0.5 and 0.8 (is the min a max, or missing?)"),
+    (2.0, 1.0, 1.5, 0, "the clip is active at 1 + eps_high (1.2: are the two eps swapped?)"),
+    (1.2, -1.0, -1.2, -1, "r is within the range, so this is r A"),
+    (0.5, -1.0, -0.8, 0, "the clip is active at 1 - eps_low"),
+    (2.0, -1.0, -2.0, -1, "take the min of -2 and -1.5 (is the min a max, or missing?)"),
+    (2.0, 0.0, 0.0, 0, "without an advantage, the objective is 0"),
+    (0.7, 1.0, 0.7, 1, "take the min of 0.7 and 0.8: if A > 0, a low ratio is not clipped"),
+    (1.6, -1.0, -1.6, -1, "take the min of -1.6 and -1.5: if A < 0, a high ratio is not clipped"),
 ]
 
 
@@ -314,13 +314,13 @@ class TestMathsOfGroupAdvantages:
         """.8 .4 .6: mean .6, deviations .2 -.2 0, sample variance (.04 + .04) / (3 - 1) = .04,
         standard deviation .2."""
         got = gspo.group_advantages(torch.tensor([0.8, 0.4, 0.6]), 3, std_eps=0.0)
-        hint = "Eq. 6: (reward - mean) / standard deviation, the sample one, with n - 1"
+        hint = "Eq. 6: (reward - mean) / standard deviation, which is that of a sample (n - 1)"
         check(got, [1, -1, 0], hint, mistakes=[
-            ([1.5 ** 0.5, -(1.5 ** 0.5), 0], "the standard deviation is the sample one (n - 1)"),
+            ([1.5 ** 0.5, -(1.5 ** 0.5), 0], "use the standard deviation of a sample (n - 1)"),
             ([0.2, -0.2, 0], "divide by the group's standard deviation"),
             ([5, -5, 0], "divide by the standard deviation, not by the variance"),
             ([4, 2, 3], "subtract the group's mean before you divide"),
-            ([-1, 1, 0], "the sign: a reward above the mean gives an advantage above 0")])
+            ([-1, 1, 0], "the sign is wrong: a reward above the mean gives A > 0")])
 
     @pytest.mark.parametrize("group_size", [2, 3, 8])
     def test_looks_at_each_group_on_its_own(self, group_size):
@@ -329,15 +329,14 @@ class TestMathsOfGroupAdvantages:
         alone = gspo.group_advantages(rewards, group_size, std_eps=0.0)
         both = torch.cat([rewards, 10 * rewards + 100])
         got = gspo.group_advantages(both, group_size, std_eps=0.0)
-        hint = "mean and standard deviation of each group of neighbours, not of the batch"
+        hint = "take mean and standard deviation of each group of neighbours, not of the batch"
         check(got, torch.cat([alone, alone]), hint, 1e-4)
 
     def test_adds_std_eps_to_the_standard_deviation(self):
         """0 and 2: mean 1, standard deviation sqrt 2, and so 1 / (sqrt 2 + 1) = .41421; 0 and .0002
         with 1e-4 are the same."""
         got = gspo.group_advantages(torch.tensor([0.0, 2.0]), 2, std_eps=1.0)
-        hint = "std_eps is an argument, added to the standard deviation itself"
-        check(got, [-0.41421356, 0.41421356], hint)
+        check(got, [-0.41421356, 0.41421356], "std_eps is added to the standard deviation")
         got = gspo.group_advantages(torch.tensor([0.0, 0.0002]), 2)
         check(got, [-0.41421356, 0.41421356], "std_eps is 1e-4 by default", 1e-3)
 
@@ -350,22 +349,21 @@ class TestMathsOfTokenLogProbs:
     def test_is_the_log_of_the_tokens_probability(self):
         """Of the weights 1 2 5, the second has probability 2/8; of 4 2 2, the first has 4/8."""
         got = gspo.token_log_probs(self.LOGITS, self.TOKENS)
-        hint = "log softmax over V, at the token; logits[:, t] predict tokens[:, t]: no shift here"
+        hint = "log softmax over V, at the token; logits[:, t] predict tokens[:, t]: do not shift"
         check(got.exp(), [[2 / 8, 4 / 8]], hint, mistakes=[
             ([[math.exp(2 / 8), math.exp(4 / 8)]], "this is the probability: take its log"),
             ([[2, 4]], "this is the logit: log_softmax over V is missing"),
-            ([[8 / 2, 8 / 4]], "the sign: the log of a probability is not above 0")])
+            ([[8 / 2, 8 / 4]], "the sign is wrong: the log of a probability is not above 0")])
 
     def test_divides_the_logits_by_the_temperature(self):
         """At temperature 1/2 the weights are squared: 1 4 25 of 30, 16 4 4 of 24."""
         got = gspo.token_log_probs(self.LOGITS, self.TOKENS, 0.5)
-        hint = "softmax of logits / temperature: the policy is what sampled"
         roots = [math.sqrt(weight) for weight in (1, 2, 5, 4, 2, 2)]
         multiplied = [[roots[1] / sum(roots[:3]), roots[3] / sum(roots[3:])]]
-        check(got.exp(), [[4 / 30, 16 / 24]], hint, mistakes=[
+        check(got.exp(), [[4 / 30, 16 / 24]], "take softmax of logits / temperature", mistakes=[
             (multiplied, "divide the logits by the temperature: do not multiply them"),
             ([[4 / 64, 16 / 64]], "divide the logits before the softmax, not the log-probs after"),
-            ([[2 / 8, 4 / 8]], "the temperature has no effect: the policy is what sampled")])
+            ([[2 / 8, 4 / 8]], "the temperature has no effect, but the policy samples at it")])
 
     @pytest.mark.parametrize("temperature, expected", [
         (1.0, [[-1 / 8, 6 / 8, -5 / 8], [4 / 8, -2 / 8, -2 / 8]]),
@@ -397,7 +395,7 @@ class TestMathsOfSequenceRatio:
     def test_of_one_response(self, i):
         new, old, _, mask = example([i])
         got = gspo.sequence_ratio(new, old, mask)
-        check(got, [SEQUENCE_RATIOS[i]], f"Eq. 7: exp of the tokens' mean log ratio ({about(i)})")
+        check(got, [SEQUENCE_RATIOS[i]], f"Eq. 7: exp of the mean log-ratio ({about(i)})")
 
     @LAYOUTS
     def test_of_four_responses(self, columns, padding, hint):
@@ -408,7 +406,7 @@ class TestMathsOfSequenceRatio:
     def test_of_a_random_batch_with_holes_in_the_mask(self, kind):
         batch = random_batch()
         new, old, _, mask = batch.arguments
-        hint = f"Eq. 7, over the tokens where the mask ({kind}) is 1, anywhere in the row"
+        hint = f"Eq. 7: take the tokens where the mask ({kind}) is 1, anywhere in the row"
         check(gspo.sequence_ratio(new, old, mask.to(kind)), batch.ratio, hint)
 
     def test_has_the_gradient_s_over_length_on_every_token(self):
@@ -416,7 +414,7 @@ class TestMathsOfSequenceRatio:
         new.requires_grad_()
         got = gradient_of(gspo.sequence_ratio(new, old, mask), new)
         expected = [[1, 1, 0, 0], [1/8] * 4, [2/3, 2/3, 2/3, 0], [1/4, 1/4, 0, 0]]
-        check(got, expected, "ds/dlog_prob = s / |y| on the response's tokens, 0 on padding")
+        check(got, expected, "the derivative of s is s / |y| for each token, and 0 for padding")
 
 
 class TestMathsOfClippedObjective:
@@ -426,26 +424,27 @@ class TestMathsOfClippedObjective:
         formula = "min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)"
         about = f"r = {ratio}, A = {advantage:g}"
         check(got, [value], f"{formula}, {about}: {look_at}", mistakes=[
-            ([-value], f"the sign: {formula} is to be maximised; only the loss is negative")])
+            ([-value], f"the sign is wrong: {formula} is to be maximised, the loss turns it")])
 
     @pytest.mark.parametrize("ratio, advantage, _, slope, look_at", CLIPPED)
     def test_slopes_where_the_min_takes_the_unclipped(self, ratio, advantage, _, slope, look_at):
         r = torch.tensor([ratio], requires_grad=True)
         got = gspo.clipped_objective(r, torch.tensor([advantage]), *RANGE)
-        hint = "the slope in r is A where the min takes r A, and 0 where the clip holds"
+        hint = "the derivative is A if the min takes r A, and 0 if the clip is active"
         check(gradient_of(got, r), [slope], f"{hint}; r = {ratio}, A = {advantage:g}: {look_at}")
 
     def test_is_elementwise(self):
         table = torch.tensor([row[:4] for row in CLIPPED[:6]])
         ratio, advantage, value, _ = table.T.reshape(4, 2, 3)
         got = gspo.clipped_objective(ratio, advantage, *RANGE)
-        check(got, value, "each element on its own, whatever the shape")
+        check(got, value, "treat each element on its own, whatever the shape")
 
 
 class Loss:
-    """What the tests need to know of a loss; the classes below say it of each."""
+    """What the tests need to know of a loss. The classes below say it of each."""
     token_advantages = True        # takes (B, T), too
-    sign_hint = "the sign: the loss is minus the objective"
+    stops_gradients = False
+    sign_hint = "the sign is wrong: the loss is minus the objective"
     sum_hint = "this is the sum over responses: take the mean"
 
     def loss(self, *arguments, **keywords):
@@ -463,7 +462,7 @@ class Loss:
 
 class GrpoValues:
     """Means over tokens: (1.5 + .5) / 2, (-.8 - 1 - 2 - .8) / 4, (-12 - 2.4 - 12) / 3 and
-    (.25 + 3) / 2. Each token's gradient is -w A / |y|, or 0 where the clip holds for it."""
+    (.25 + 3) / 2. Each token's gradient is -w A / |y|, or 0 if the clip is active for it."""
     objectives = [1, -1.15, -8.8, 1.625]
     gradients = [[0, -0.25], [0, 0.25, 0.5, 0], [4, 0, 4], [-0.125, 0]]
 
@@ -479,17 +478,16 @@ class Gspo(Loss):
     gradients = [[0, 0], [0, 0, 0, 0], [2, 2, 2], [-0.5, -0.5]]
     other = GrpoValues
     other_hint = "this is GRPO's value: in GSPO, all tokens share the response's ratio s"
-    value_hint = "Eq. 5, minus min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)"
-    gradient_hint = "gradient: Eq. 10, each token weighs s A / |y|, or nothing where the clip holds"
+    value_hint = "Eq. 5: the loss is minus min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)"
+    gradient_hint = "Eq. 10: the gradient of a token is -s A / |y|, or 0 if the clip is active"
 
 
 class GspoToken(Gspo):
     """As GSPO's, where the advantages are equal within each response."""
     name = "gspo_token_loss"
-    token_advantages = True
-    value_hint = "Eq. 13, minus the tokens' mean of min(s_t A_t, clip(s_t) A_t), s_t worth s_i"
-    gradient_hint = ("gradient: Eq. 17, token t weighs s_i A_t / |y|; look at the stop-gradients: "
-                     "twice that where s_i is not detached, 0 where the upper pi of Eq. 14 is")
+    token_advantages = stops_gradients = True
+    value_hint = "Eq. 13: the loss is minus the mean over tokens of min(s_t A_t, clip(s_t) A_t)"
+    gradient_hint = "Eq. 17: the gradient of a token is -s_i A_t / |y|, or 0 if the clip is active"
 
 
 class Grpo(GrpoValues, Loss):
@@ -498,8 +496,8 @@ class Grpo(GrpoValues, Loss):
     default_range = (0.2, 0.27)
     other = Gspo
     other_hint = "this is GSPO's value: in GRPO, each token has its own ratio w_t"
-    value_hint = "Eq. 2, minus the tokens' mean of min(w_t A, clip(w_t) A), w_t its own ratio"
-    gradient_hint = "gradient: Eq. 12, token t weighs its w_t A / |y|, or 0 where the clip holds"
+    value_hint = "Eq. 2: the loss is minus the mean over tokens of min(w_t A, clip(w_t) A)"
+    gradient_hint = "Eq. 12: the gradient of a token is -w_t A / |y|, or 0 if the clip is active"
 
 
 class LossMaths:
@@ -513,26 +511,28 @@ class LossMaths:
     @pytest.mark.parametrize("i", ALL)
     def test_of_one_response_has_the_papers_gradient(self, i):
         _, gradient = self.value_and_gradient(*example([i]))
-        check(gradient, [self.gradients[i]], f"{self.gradient_hint} ({about(i)})")
+        twice = "this is twice the gradient: in Eq. 14, the gradient of s_i is stopped"
+        check(gradient, [self.gradients[i]], f"{self.gradient_hint} ({about(i)})",
+              mistakes=[([[2 * x for x in self.gradients[i]]], twice)] * self.stops_gradients)
 
     def test_of_unchanged_log_probs_is_minus_the_mean_advantage(self):
         """Every ratio is 1: -(1 - 1 - 3 + 2) / 4 = 1/4."""
         _, old, advantages, mask = example()
         value, gradient = self.value_and_gradient(old, old, advantages, mask)
-        check(value, 1 / 4, "ratios of 1: minus the mean over responses of the advantages",
+        check(value, 1 / 4, "if all ratios are 1, the loss is minus the mean of the advantages",
               mistakes=[(1, self.sum_hint), (-1 / 4, self.sign_hint)])
         expected = [[-1/8, -1/8, 0, 0], [1/16] * 4, [1/4, 1/4, 1/4, 0], [-1/4, -1/4, 0, 0]]
-        check(gradient, expected, "ratios of 1: REINFORCE's gradient, -A / |y| / B on each token")
+        check(gradient, expected, "if all ratios are 1, the gradient of a token is -A / |y| / B")
 
     @LAYOUTS
     def test_of_four_responses_is_their_mean(self, columns, padding, hint):
         value = self.value(*example(ALL, columns, padding))
         by_token = sum(len(RATIOS[i]) * self.objectives[i] for i in ALL)
-        each = "; each is the mean over its own tokens"
-        check(value, -sum(self.objectives) / 4, f"the mean over responses; {hint}", mistakes=[
+        each = "each response has the mean over its own tokens"
+        check(value, -sum(self.objectives) / 4, f"take the mean over responses; {hint}", mistakes=[
             (-sum(self.objectives), self.sum_hint),
-            (-by_token / 11, f"this is the mean over all tokens, not responses{each}"),
-            (-by_token / 4, f"this is a sum over each response's tokens{each}")])
+            (-by_token / 11, f"this is the mean over all tokens, but {each}"),
+            (-by_token / 4, f"this is a sum over the tokens, but {each}")])
 
     @pytest.mark.parametrize("seed", range(4))
     def test_of_a_random_batch(self, seed):
@@ -544,7 +544,7 @@ class LossMaths:
         check(gradient, batch.gradient, f"{self.gradient_hint} ({about})")
 
     def test_has_its_own_clip_range_by_default(self):
-        """Just beyond the range, where the clip holds, the gradient is 0; elsewhere it is not."""
+        """Just beyond the range, on the side that is clipped, the gradient is 0; else it is not."""
         low, high = self.default_range
         for edge, sign, factor in itertools.product((high, -low), (1.0, -1.0), (1.05, 0.95)):
             ratio = 1 + factor * edge
@@ -554,7 +554,7 @@ class LossMaths:
             clipped = factor > 1 and edge * sign > 0
             if bool((gradient == 0).all()) != clipped:
                 numbers = f"ratio {ratio:.6f}, advantage {sign:g}: gradient {gradient.tolist()}"
-                fail(f"default clip range: eps_low {low}, eps_high {high}", numbers)
+                fail(f"the default clip range is eps_low={low}, eps_high={high}", numbers)
 
 
 class TestMathsOfGspoLoss(Gspo, LossMaths):
@@ -566,8 +566,8 @@ class TestMathsOfGspoTokenLoss(GspoToken, LossMaths):
         """s = 2: A = 1 is clipped to 1.5, A = -1 keeps -2. -(1.5 - 2) / 2 = 0.25."""
         new, old, _, mask = example([0])
         value, gradient = self.value_and_gradient(new, old, torch.tensor([[1.0, -1.0]]), mask)
-        check(value, 0.25, "each token's own advantage decides whether the clip holds for it")
-        check(gradient, [[0, 1.0]], "only the second token has a gradient, s A / |y| = 2 * 1 / 2")
+        check(value, 0.25, "the advantage of each token decides whether the clip is active for it")
+        check(gradient, [[0, 1.0]], "only the second token has a gradient: s A / |y| = 2 * 1 / 2")
 
 
 class TestMathsOfGrpoLoss(Grpo, LossMaths):
@@ -579,17 +579,17 @@ class TestMathsOfClipFraction:
         """Clipped: the first response (s = 2, A > 0), the second (s = 1/2, A < 0): 6 of 11."""
         _, _, advantages, mask = example()
         got = gspo.clip_fraction(torch.tensor(SEQUENCE_RATIOS), advantages, mask, *RANGE)
-        hint = "clipped tokens / all; s > 1 + eps_high counts if A > 0, s < 1 - eps_low if A < 0"
+        hint = "clipped / all tokens; s > 1 + eps_high counts if A > 0, s < 1 - eps_low if A < 0"
         check(got, 6 / 11, hint, mistakes=[
             (1 / 2, "this is the fraction of responses: count their tokens"),
-            (1, "beyond the range on the other side, the min keeps the gradient: look at A's sign"),
-            (5 / 11, "these are the tokens on the other side: look at A's sign")])
+            (1, "look at the sign of A: on the other side, the min keeps the gradient"),
+            (5 / 11, "these are the tokens on the other side of the range: look at the sign of A")])
 
     def test_of_the_example_with_token_ratios(self):
         """Clipped: 8; 1/8 and 1/4; 1/2; 2. These are 5 of 11 tokens."""
         new, old, advantages, mask = example()
         got = gspo.clip_fraction((new - old).exp(), advantages, mask, *RANGE)
-        check(got, 5 / 11, "(B, T) ratios: each token counts alone, by its response's advantage")
+        check(got, 5 / 11, "if the ratios are (B, T), each token counts on its own")
 
     @pytest.mark.parametrize("one_ratio", [True, False])
     def test_of_a_random_batch(self, one_ratio):
@@ -597,21 +597,21 @@ class TestMathsOfClipFraction:
         _, _, advantages, mask = batch.arguments
         got = gspo.clip_fraction(batch.ratio, advantages, mask, *RANGE)
         expected = batch.clipped[mask].double().mean()
-        check(got, expected, "clipped tokens / all, each by its own advantage if they are (B, T)")
+        check(got, expected, "clipped / all tokens; advantages (B, T) belong to tokens")
 
     def test_does_not_count_advantages_of_zero(self):
         new, old, advantages, mask = example()
         got = gspo.clip_fraction((new - old).exp(), 0 * advantages, mask, *RANGE)
-        check(got, 0, "A = 0 has no gradient to take out, so nothing of it is clipped")
+        check(got, 0, "a token with A = 0 has no gradient to remove, so it does not count")
 
 
 # ==== part two: the promises ======================================================================
 
-FILL = "must not matter: NaN * 0 is NaN, so fill it, do not multiply"
+FILL = "changes nothing: fill it with masked_fill, because NaN * 0 is NaN"
 UNUSUAL = pytest.mark.parametrize("rows, padding, hint", [
     (ALL, math.nan, f"padding of nan {FILL}"),
     (ALL, -math.inf, f"padding of -inf {FILL}"),
-    ([*ALL, 4], 0.0, "a response without tokens has s = 1; in a loss it counts, as 0, not as s A"),
+    ([*ALL, 4], 0.0, "a response without tokens has s = 1; in a loss, it counts with value 0"),
 ])
 # Each of these is a bfloat16 number; their difference, 1023/1024, is none.
 NEW = -1 / 1024
@@ -628,14 +628,14 @@ class TestPromisesOfGroupAdvantages:
         """0 1 0 1: mean 1/2, sample standard deviation 1 / sqrt 3, and so .5 / (.57735 + .0001)."""
         got = gspo.group_advantages(torch.tensor([0, 1, 0, 1], dtype=dtype), 4)
         expected = torch.tensor([-1, 1, -1, 1]) * 0.5 / (3 ** -0.5 + 1e-4)
-        check(got, expected, f"rewards of {dtype}: convert to float32 first")
+        check(got, expected, f"rewards of {dtype} must be converted to float32 first")
 
     def test_is_exactly_zero_in_a_group_of_equal_rewards(self):
         for reward, n in itertools.product((0.0, 0.1, 0.3, 1 / 3, -0.7, 1e6), (3, 7, 8)):
             two_groups = torch.cat([torch.full((n,), reward), torch.arange(n)])
             got = gspo.group_advantages(two_groups, n)[:n]
             if not bool((got == 0).all()):
-                hint = "equal rewards give exactly 0: a rounded mean over a tiny deviation is noise"
+                hint = "equal rewards must give exactly 0: beware of a mean that is rounded"
                 fail(hint, f"got {got.tolist()}")
 
     def test_returns_one_advantage_for_each_response(self):
@@ -657,7 +657,7 @@ class TestPromisesOfTokenLogProbs:
         logits[..., 7] = 0
         got = gspo.token_log_probs(logits, torch.tensor([[0, 7]]))
         total = math.log(300 + math.exp(-2))
-        check(got, [[-total, -2 - total]], "bfloat16 logits: to float32 before the softmax")
+        check(got, [[-total, -2 - total]], "convert bfloat16 logits to float32 before the softmax")
 
     def test_returns_one_log_prob_for_each_token(self):
         check_shape(gspo.token_log_probs(torch.rand(2, 5, 9), torch.ones(2, 5).long()), (2, 5))
@@ -665,13 +665,13 @@ class TestPromisesOfTokenLogProbs:
     def test_survives_large_and_infinite_logits(self):
         logits = torch.tensor([[[200.0, 0.0, -math.inf]] * 2 + [[-200.0, -200.0, -math.inf]]])
         got = gspo.token_log_probs(logits, torch.tensor([[0, 1, 1]]))
-        hint = "large logits: log_softmax (or logsumexp), never log(softmax): exp ends at 88"
+        hint = "take log_softmax, not log(softmax): exp of a large logit overflows"
         check(got, [[0, -200, -math.log(2)]], hint)
 
     def test_refuses_shapes_that_do_not_fit(self):
         for shape in ((2, 7), (1, 5)):
             arguments = torch.rand(2, 5, 9), torch.zeros(shape, dtype=torch.long)
-            hint = f"logits (2, 5, 9) with tokens {shape}: never broadcast"
+            hint = f"logits (2, 5, 9) with tokens {shape} must not be broadcast"
             check_refused(hint, gspo.token_log_probs, *arguments, names=(2, 5, *shape))
 
     def test_refuses_a_temperature_that_is_not_above_0(self):
@@ -688,7 +688,7 @@ class TestPromisesOfSequenceRatio:
         got = gspo.sequence_ratio(new, old, mask)
         check(got, [*SEQUENCE_RATIOS, 1][:len(rows)], hint)
         gradient = gradient_of(got, new)
-        check(gradient[~mask], [0] * int((~mask).sum()), f"{hint}: gradient 0 where no token is")
+        check(gradient[~mask], [0] * int((~mask).sum()), f"{hint}: the gradient of padding is 0")
 
     def test_gives_the_old_log_probs_no_gradient(self):
         new, old, _, mask = example()
@@ -696,7 +696,7 @@ class TestPromisesOfSequenceRatio:
 
     def test_computes_in_float32_at_least(self):
         got = gspo.sequence_ratio(bfloat16(NEW), bfloat16(OLD), torch.ones(1, 3))
-        check(got, [math.exp(NEW - OLD)], "bfloat16 log-probs: to float32 before the difference")
+        check(got, [math.exp(NEW - OLD)], "convert bfloat16 to float32 before the first difference")
 
     def test_returns_one_ratio_for_each_response(self):
         new, old, _, mask = example()
@@ -706,7 +706,7 @@ class TestPromisesOfSequenceRatio:
         """Each token e times as likely: the product is e^5000, s is e."""
         old = torch.full((1, 5000), -1.0)
         got = gspo.sequence_ratio(torch.zeros(1, 5000), old, torch.ones(1, 5000))
-        check(got, [math.e], "average the logs, then exp: the product of 5,000 ratios overflows")
+        check(got, [math.e], "take exp of the mean log-ratio: a product of 5,000 overflows")
 
     def test_refuses_shapes_that_do_not_fit(self):
         for shapes in itertools.permutations([(2, 5), (2, 5), (1, 5)]):
@@ -723,11 +723,11 @@ class TestPromisesOfClippedObjective:
     def test_computes_in_float32_at_least(self):
         """A ratio of 2 is clipped to 1 + 4e-4."""
         got = gspo.clipped_objective(bfloat16(2.0), bfloat16(1.0), 3e-4, 4e-4)
-        check(got, [[1.0004] * 3], "bfloat16 rounds 1 + 4e-4 to 1: compute in float32", 1e-6)
+        check(got, [[1.0004] * 3], "compute in float32: bfloat16 rounds 1 + 4e-4 to 1", 1e-6)
 
     def test_refuses_shapes_that_do_not_fit(self):
         for ratio, advantages in ((5, 5), (5,)), ((2, 5), (2,)), ((2, 5), (3, 5)):
-            hint = f"ratio {ratio}, advantages {advantages}: never laid along the wrong dimension"
+            hint = f"ratio {ratio} with advantages {advantages} must not be broadcast"
             tensors = torch.ones(ratio), torch.ones(advantages)
             check_refused(hint, gspo.clipped_objective, *tensors, *RANGE, names=ratio + advantages)
 
@@ -736,7 +736,7 @@ class TestPromisesOfClippedObjective:
         objective = gspo.clipped_objective
         check_refuses_bad_clip_ranges(lambda *eps: objective(ratio, torch.ones(2), *eps))
         got = objective(ratio, torch.tensor([-1.0, 1.0]), 1, 1e9)
-        check(got, [-0.01, 100], "eps_low = 1 and eps_high = 1e9: no clip, so r A")
+        check(got, [-0.01, 100], "eps_low=1, eps_high=1e9 switches the clip off, so this is r A")
 
 
 class LossPromises:
@@ -747,7 +747,7 @@ class LossPromises:
             advantages = advantages[:, None].expand(mask.shape).masked_fill(~mask, padding)
         value, gradient = self.value_and_gradient(new, old, advantages, mask)
         check(value, -sum(self.objectives) / len(rows), hint)
-        check(gradient[~mask], [0] * int((~mask).sum()), f"{hint}: gradient 0 where no token is")
+        check(gradient[~mask], [0] * int((~mask).sum()), f"{hint}: the gradient of padding is 0")
 
     def test_gives_the_old_log_probs_no_gradient(self):
         check_no_gradient_of_old(self.loss, *example())
@@ -757,15 +757,15 @@ class LossPromises:
         whole, gradient = self.value_and_gradient(*arguments)
         parts = [[x[i] for x in arguments] for i in torch.arange(12).split([1, 2, 3, 6])]
         parts = [self.value_and_gradient(*part, denominator=12) for part in parts]
-        hint = "a sum over responses / denominator, so that micro-batches add up to the whole batch"
+        hint = "the loss is a sum over responses / denominator, so that micro-batches add up"
         check(sum(value for value, _ in parts), whole.detach(), hint)
-        check(torch.cat([part for _, part in parts]), gradient, f"{hint}: their gradients, too")
+        check(torch.cat([part for _, part in parts]), gradient, f"{hint}, and so do gradients")
 
     def test_computes_in_float32_at_least(self):
         """Every token e^(1023/1024) = 2.7 times as likely, A = -1: no clip, so the loss is that."""
         advantages = bfloat16(-1.0)[:, 0]
         value = self.loss(bfloat16(NEW), bfloat16(OLD), advantages, torch.ones(1, 3), *RANGE)
-        check(value, math.exp(NEW - OLD), "bfloat16 in: to float32 before the first difference")
+        check(value, math.exp(NEW - OLD), "convert bfloat16 to float32 before the first difference")
 
     def test_returns_one_number(self):
         check_shape(self.loss(*example()), ())
@@ -775,7 +775,7 @@ class LossPromises:
         before = example(padding=7.0)
         self.loss(*arguments)
         if not all(torch.equal(x, y) for x, y in zip(arguments, before, strict=True)):
-            fail("the arguments were changed in place: they belong to the caller")
+            fail("the arguments were changed in place, but they belong to the caller")
 
     def test_refuses_shapes_that_do_not_fit(self):
         for position in range(4):
@@ -816,7 +816,7 @@ class TestPromisesOfClipFraction:
         new, old, advantages, mask = example(padding=math.nan)
         advantages = advantages[:, None].expand(mask.shape).masked_fill(~mask, math.nan)
         got = gspo.clip_fraction((new - old).exp(), advantages, mask, *RANGE)
-        check(got, 5 / 11, "padding (NaN here) never counts")
+        check(got, 5 / 11, "padding (NaN here) must not count")
 
     def test_returns_one_number(self):
         _, _, advantages, mask = example()
@@ -825,7 +825,7 @@ class TestPromisesOfClipFraction:
     def test_of_no_tokens_is_zero(self):
         new, old, advantages, mask = example()
         got = gspo.clip_fraction((new - old).exp(), advantages, mask & False, *RANGE)
-        check(got, 0, "no tokens: 0, not NaN (0 / 0)")
+        check(got, 0, "without any token, the result is 0, and not 0 / 0 = NaN")
 
     def test_refuses_shapes_that_do_not_fit(self):
         for wrong in (3,), (5,), (2, 7):

@@ -998,8 +998,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
         rows = train(cfg, model, tokenizer, questions, held_out, state, stopped, on_step,
                      **replaced)
     except RewardError:
-        tqdm.write("The run up to the last complete step is saved. Correct the reward function, "
-                   "and run the same command again to resume it.")
+        tqdm.write("What was saved is intact. Correct the reward function, and run the same "
+                   "command again to resume the run.")
         raise
     except (KeyboardInterrupt, FloatingPointError, torch.OutOfMemoryError) as error:
         sys.exit(f"train_math.py: {error!r}. What was saved is intact, and the same command resumes"

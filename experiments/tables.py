@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.logs import read
 from experiments import bench_vs_trl, precision, ratios, rival_report
-from experiments.qwen import gsm8k
+from experiments.qwen import gsm8k, gsm8k_gpu
 from experiments.rival_settings import EXPERIMENTS
 from lesson import seeds
 
@@ -26,6 +26,8 @@ def tables():
     found[rival_report.RESULTS / "ratios.md"] = ratios.table(ratio_rows)
     answers = gsm8k.answers_in(RESULTS / "gsm8k")
     found[RESULTS / "gsm8k" / "table.md"] = gsm8k.table(answers)
+    gpu_answers = read(gsm8k_gpu.RESULTS / "answers.jsonl")
+    found[gsm8k_gpu.RESULTS / "table.md"] = gsm8k_gpu.table(gpu_answers)
     measured = precision.logged(precision.RESULTS)
     found[precision.RESULTS / "table.md"] = precision.table(measured)
     rounds = bench_vs_trl.summarise(read(bench_vs_trl.RESULTS / "rounds.jsonl"))

@@ -10,33 +10,37 @@ from matplotlib.figure import Figure
 from gspo import clipped_objective
 
 LOW, HIGH = 0.2, 0.3  # wide, to be seen: the paper's range is 3e-4 and 4e-4
+BLUE = "#0072B2"  # the colours and line styles of common/plot.py
+VERMILLION = "#D55E00"
 
 
 def main():
     s = torch.linspace(0.4, 1.7, 400)
-    figure = Figure((9, 3.4), layout="constrained")
+    figure = Figure((9, 4), layout="constrained")
+    figure.suptitle("Beyond the range, in the direction that A favours, the gradient is 0")
     axes = figure.subplots(1, 2)
     for axis, advantage in zip(axes, (1.0, -1.0)):
         value = clipped_objective(s, torch.tensor(advantage), LOW, HIGH)
         if advantage > 0:
             better = "better"
-            held = s > 1 + HIGH
+            clipped = s > 1 + HIGH
         else:
             better = "worse"
-            held = s < 1 - LOW
-        axis.axvspan(1 - LOW, 1 + HIGH, color="gray", alpha=0.15)
-        axis.plot(s, s * advantage, ":", color="C0", label="s A, without a clip")
-        axis.plot(s[~held], value[~held], color="C0", linewidth=2.5, label="it pushes")
-        axis.plot(s[held], value[held], color="C3", linewidth=2.5, label="clipped: no more push")
+            clipped = s < 1 - LOW
+        axis.axvspan(1 - LOW, 1 + HIGH, color="gray", alpha=0.15, label="clip range")
+        axis.plot(s, s * advantage, ":", color=VERMILLION, linewidth=2, label="s A, no clipping")
+        axis.plot(s[~clipped], value[~clipped], color=BLUE, linewidth=2.5, label="not clipped")
+        axis.plot(s[clipped], value[clipped], "--", color="black", linewidth=2.5,
+                  label="clipped: gradient 0")
         axis.plot(1, advantage, "o", color="black")
-        axis.annotate("the rollout's policy, s = 1", (1, advantage), (8, -12 * advantage),
+        axis.annotate("s = 1: first update", (1, advantage), (8, -12 * advantage),
                       textcoords="offset points", fontsize=9)
-        axis.set(title=f"A = {advantage:+.0f}: {better} than its group's mean", xlabel="s",
-                 ylabel="min(s A, clip(s) A)")
+        axis.set(title=f"A = {advantage:+.0f}: {better} than the mean of its group",
+                 xlabel="importance ratio s", ylabel="objective: min(s A, clip(s) A)")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=9)
     path = Path(__file__).with_name("clip.png")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     print(path)
 
 

@@ -214,11 +214,11 @@ class Run:
         except NotImplementedError:
             fail(f"phase {number} is still to be written")
         except NameError as error:
-            fail(f"{error} (phase 4 gets only minibatches from phase 3)")
+            fail(f"{error} (of phase 3, phase 4 may use only `minibatches`)")
         if self.built is None:
-            fail("build_minibatches makes the minibatches: call it in phase 3")
+            fail("phase 3 must call build_minibatches, which makes the minibatches")
         if not isinstance(self.locals, dict):
-            fail(f"phase {number} ends train_step: the metrics below it need to be returned")
+            fail(f"phase {number} returns, but the lines below it return the metrics")
 
     def value(self, name):
         if name not in self.locals:
@@ -299,7 +299,7 @@ class Run:
         last = self.by_hand(step, minibatch[-1:])
         known = [
             (torch.zeros(WORDS), "the gradient is 0: loss.backward() must come before the step"),
-            (-right, "the sign of the gradient: descend on the loss as it is"),
+            (-right, "the sign of the gradient is wrong: minimise the loss as it is"),
             (last, "zero_grad between the micro-batches loses the gradient of all but the last"),
             (right * 8 / sum(sizes), "the denominator counts the responses of advantage 0, too"),
             (right * 8 / 16, "the denominator is for one minibatch, not for the whole rollout"),
@@ -310,10 +310,10 @@ class Run:
         ]
         if step > 0:
             earlier = sum(self.gradients[:step])
-            known.append((right + self.gradients[step - 1], f"step {step + 1} still holds the "
-                          "gradient of the step before: zero_grad"))
-            known.append((right + earlier, f"step {step + 1} still holds the gradients of the "
-                          "steps before: zero_grad"))
+            known.append((right + self.gradients[step - 1], f"step {step + 1} still has the "
+                          "gradient of the step before: call zero_grad"))
+            known.append((right + earlier, f"step {step + 1} still has the gradients of the "
+                          "steps before: call zero_grad"))
         check(self.gradients[step], right, hint, mistakes=known)
 
 
@@ -345,43 +345,43 @@ class TestMicroBatch:
     def test_ids_are_the_prompt_then_the_response(self):
         batch = self.made([1, 0])
         first, second = tokens("3555 2250.")
-        hint = "ids: prompt, then response, of the rows asked for, padded on the right"
+        hint = "ids hold the prompt and then the response of each index, padded on the right"
         if batch.ids.shape != (2, 5):
-            fail(f"ids have the shape (b, L), here (2, 5), not {tuple(batch.ids.shape)}")
+            fail(f"ids must have the shape (b, L), here (2, 5), not {tuple(batch.ids.shape)}")
         check(batch.ids[0, :4], first, hint, mistakes=[
-            (second[:4], "ids: in the order of the rows asked for"),
-            (tokens("5553")[0], "ids: the prompt comes before the response")])
+            (second[:4], "ids must be in the order of `indices`"),
+            (tokens("5553")[0], "in ids, the prompt comes before the response")])
         check(batch.ids[1], second, hint)
 
     def test_mask_is_1_on_the_response_as_predicted_a_column_earlier(self):
         mask = self.made([0, 1, 2]).mask
-        hint = "mask (b, L - 1) is about ids[:, 1:]: 1 on response tokens alone"
+        hint = "the mask (b, L - 1) belongs to ids[:, 1:], and is 1 only on response tokens"
         check(mask, tokens("0111 1110 0001"), hint, mistakes=[
-            (tokens("00111 01110 00001"), "the mask is about ids[:, 1:], so it has L - 1 columns"),
+            (tokens("00111 01110 00001"), "the mask of ids[:, 1:] has L - 1 columns"),
             (tokens("0011 0111 0000"), "the mask is a column too late: position t predicts t + 1"),
             (tokens("0011 0110 0000"), "the mask is a column too late: position t predicts t + 1"),
-            (tokens("1111 1110 1111"), "the mask is 0 on the prompt"),
-            (tokens("0111 1111 0001"), "the mask is 0 on padding"),
+            (tokens("1111 1110 1111"), "the mask must be 0 on the prompt"),
+            (tokens("0111 1111 0001"), "the mask must be 0 on padding"),
             (tokens("0110 1110 0000"), "the end token belongs to the response")])
 
     def test_mask_keeps_the_end_token_where_it_is_the_pad_token(self):
         mask = self.made([0, 2]).mask
-        check(mask.sum(dim=1), [3, 1], "the end token belongs to the response: take lengths, "
-              "not `ids != pad`, since a model's pad token may be its end token")
+        check(mask.sum(dim=1), [3, 1], "the end token belongs to the response: make the mask "
+              "from lengths, because a model may use its end token for padding")
 
     def test_mask_is_boolean(self):
         mask = self.made([0, 2]).mask
         if mask.dtype != torch.bool:
-            fail(f"mask: a boolean tensor, not {mask.dtype}, as it also indexes")
+            fail(f"the mask must be a boolean tensor, because it is an index; it is {mask.dtype}")
 
     def test_advantages_are_of_the_rows_asked_for_in_this_order(self):
         batch = self.made([1, 0], torch.tensor([0.5, -1.0, 2.0]))
-        hint = "advantages (b,): each response keeps its own"
+        hint = "advantages (b,) hold the advantage of each response"
         check(batch.advantages, [-1.0, 0.5], hint, mistakes=[
-            ([0.5, -1.0], "advantages: of the rows asked for, in their order"),
-            ([0.5, -1.0, 2.0], "advantages: only of the rows asked for")])
+            ([0.5, -1.0], "advantages must be in the order of `indices`"),
+            ([0.5, -1.0, 2.0], "advantages must hold only those of `indices`")])
         if self.made([1, 0]).advantages is not None:
-            fail("advantages: None if none are given")
+            fail("advantages must be None if none are given")
 
     def test_is_on_the_device_asked_for(self):
         """The meta device is a device like any other, on every machine."""
@@ -389,7 +389,7 @@ class TestMicroBatch:
         for name in "ids", "mask", "advantages":
             device = getattr(batch, name).device.type
             if device != "meta":
-                fail(f"{name}: on the device asked for (.to(device)), not on {device}")
+                fail(f"{name} must be on the given device (use .to(device)), but is on {device}")
 
 
 class TestResponseLogProbs:
@@ -405,8 +405,8 @@ class TestResponseLogProbs:
         if not isinstance(log_probs, torch.Tensor):
             fail(f"response_log_probs returns a tensor, not a {type(log_probs).__name__}")
         if log_probs.shape != batch.mask.shape:
-            fail(f"log-probs (b, L - 1) as the mask, here {tuple(batch.mask.shape)}, not "
-                 f"{tuple(log_probs.shape)}")
+            fail(f"log-probs must have the mask's shape (b, L - 1), here "
+                 f"{tuple(batch.mask.shape)}, not {tuple(log_probs.shape)}")
         return log_probs
 
     @staticmethod
@@ -417,22 +417,22 @@ class TestResponseLogProbs:
     def test_of_one_token_is_its_log_probability(self):
         logits = self.logits(self.ONE)
         before, at = logits[0].log_softmax(dim=-1)
-        hint = "log softmax of the logits, at the token that follows"
+        hint = "take log softmax of the logits, at the token that follows"
         check(self.got(self.ONE), [[before[3]]], hint, 1e-4, mistakes=[
             ([[logits[0, 0, 3]]], "this is the logit: log_softmax is missing"),
             ([[before[3].exp()]], "this is the probability: take its log"),
-            ([[-before[3]]], "the sign: a log-prob is not above 0"),
-            ([[at[3]]], "logits[:, t] predict ids[:, t + 1]: these are a position too late"),
+            ([[-before[3]]], "the sign is wrong: a log-prob is not above 0"),
+            ([[at[3]]], "logits[:, t] predict ids[:, t + 1]: these logits are a position too late"),
             ([[before[2]]], "this is the log-prob of the token itself: take ids[:, 1:]")])
 
     def test_divides_the_logits_by_the_temperature(self):
         logits = self.logits(self.ONE)[0, 0]
         expected = (logits / 0.5).log_softmax(dim=-1)[3]
-        hint = "log softmax(logits / temperature)"
+        hint = "take log softmax of logits / temperature"
         check(self.got(self.ONE, 0.5), [[expected]], hint, 1e-4, mistakes=[
             ([[logits.log_softmax(dim=-1)[3]]], "the temperature has no effect"),
             ([[(logits * 0.5).log_softmax(dim=-1)[3]]], "divide by the temperature"),
-            ([[logits.log_softmax(dim=-1)[3] / 0.5]], "divide the logits, before log_softmax")])
+            ([[logits.log_softmax(dim=-1)[3] / 0.5]], "divide the logits, not the log-probs")])
 
     def test_predicts_each_token_from_those_before_it(self):
         """A row of four tokens: three are predicted, and logits[:, t] predict ids[:, t + 1]."""
@@ -441,18 +441,18 @@ class TestResponseLogProbs:
         expected = [[table[t, ids[t + 1]] for t in range(3)]]
         hint = "logits[:, t] predict ids[:, t + 1]: logits[:, :-1] belong to ids[:, 1:]"
         check(self.got(self.ROW), expected, hint, 1e-4, mistakes=[
-            ([[table[t + 1, ids[t + 1]] for t in range(3)]], f"no shift: {hint}"),
-            ([[table[t, ids[t]] for t in range(3)]], f"no shift: {hint}")])
+            ([[table[t + 1, ids[t + 1]] for t in range(3)]], f"a shift is missing: {hint}"),
+            ([[table[t, ids[t]] for t in range(3)]], f"a shift is missing: {hint}")])
 
     def test_is_0_off_the_mask(self):
         got = self.got(self.BATCH)
         off = got[~self.BATCH.mask]
-        check(off, torch.zeros(len(off)), "0 on the prompt and on padding, where the mask is 0", 0)
+        check(off, torch.zeros(len(off)), "the result must be 0 on the prompt and on padding", 0)
 
     def test_is_that_of_each_row(self):
         """Each response token of three rows from a forward of its own, over what is before it."""
         expected = self.token_by_token(tiny_qwen(), self.BATCH, 1.0)
-        check(self.got(self.BATCH), expected, "each log-prob at its row and column: b and L", 1e-4)
+        check(self.got(self.BATCH), expected, "each log-prob must be in its row and column", 1e-4)
 
     def token_by_token(self, model, batch, temperature):
         expected = torch.zeros(3, 4)
@@ -467,12 +467,12 @@ class TestResponseLogProbs:
             model = tiny_qwen()
             value = log_probs(model, self.BATCH, 1.0).sum()
             if not value.requires_grad:
-                fail("no gradient: the update needs that of the log-probs, so nothing is detached")
+                fail("the log-probs have no gradient, but the update needs it: detach nothing")
             value.backward()
             gradients.append(model.get_input_embeddings().weight.grad)
         if gradients[0] is None:
             fail("no gradient reaches the model's first layer: is something detached on the way?")
-        check(*gradients, "the gradient is that of the log-probs, all the way down", 1e-3)
+        check(*gradients, "the gradient must go all the way down: is something detached?", 1e-3)
 
 
 class TestPhase3Remember:
@@ -481,15 +481,15 @@ class TestPhase3Remember:
         if len(prompts) != 16:
             fail(f"build_minibatches takes a prompt for each response, here 16, not {len(prompts)}")
         got = [PROMPTS.index(prompt) for prompt in prompts]
-        check(got, torch.arange(16) // 4, "a prompt for each response: each of them group_size "
-              "times, side by side (these are their numbers)", mistakes=[
-            (torch.arange(16) % 4, "each prompt group_size times side by side, not all in turn")])
+        check(got, torch.arange(16) // 4, "each prompt must be there group_size times, side by "
+              "side (these are the numbers of the prompts)", mistakes=[
+            (torch.arange(16) % 4, "repeat each prompt side by side, not all in turn")])
 
     def test_minibatches_are_those_of_build_minibatches(self):
         run = Run(3)
         minibatches = run.value("minibatches")
         if [[*map(id, part)] for part in minibatches] != [[*map(id, part)] for part in run.built]:
-            fail("minibatches: what build_minibatches returns, for phase 4")
+            fail("`minibatches` must be what build_minibatches returned")
 
     def test_each_micro_batch_has_old_log_probs_of_the_policy_that_sampled(self):
         run = Run(3)
@@ -497,112 +497,119 @@ class TestPhase3Remember:
             if batch.old_log_probs is None:
                 fail(f"micro-batch {k + 1} of {sum(map(len, run.built))} has no old_log_probs")
             before = log_probs_of(TABLE, batch)
-            check(batch.old_log_probs, before, "old_log_probs: response_log_probs of the policy", 0)
+            hint = "old_log_probs are response_log_probs of the policy"
+            check(batch.old_log_probs, before, hint, 0)
 
     def test_old_log_probs_are_without_a_gradient(self):
         run = Run(3)
         for batch in itertools.chain(*run.built):
             if batch.old_log_probs is None or batch.old_log_probs.requires_grad:
-                fail("old log-probs are numbers: take them under torch.no_grad()")
+                fail("old log-probs must not have a gradient: compute them in torch.no_grad()")
 
     def test_old_log_probs_are_at_the_temperature_of_the_sampling(self):
         got = [temperature for _, temperature in Run(3, temperature=0.8).asked]
-        check(got, [0.8] * 6, "a forward of each micro-batch (here 6) at cfg.temperature")
+        check(got, [0.8] * 6, "each micro-batch (here 6) needs one forward, at cfg.temperature")
 
     def test_changes_no_weight(self):
         run = Run(3)
-        check(run.policy.weights, TABLE, "phase 3 only looks: the weights stay as they are", 0)
+        check(run.policy.weights, TABLE, "phase 3 must not change the weights", 0)
 
     def test_takes_no_minibatch_where_all_rewards_of_a_group_are_equal(self):
         if Run(3, 0 * ADVANTAGES).value("minibatches"):
-            fail("build_minibatches may return no minibatch: then there is nothing to remember")
+            fail("if build_minibatches returns no minibatch, `minibatches` is empty")
 
 
 class TestPhase4Update:
     def test_takes_one_optimizer_step_for_each_minibatch_of_each_epoch(self):
         run = Run(4, epochs=3)
-        check(len(run.gradients), 6, "optimizer steps: minibatches x epochs, here 2 x 3", mistakes=[
-            (18, "one optimizer step for each minibatch, not one for each micro-batch"),
-            (3, "one optimizer step for each minibatch, not one for each epoch"),
-            (2, "cfg.epochs passes over the minibatches, not one"),
+        hint = "the number of optimizer steps is minibatches x epochs, here 2 x 3"
+        check(len(run.gradients), 6, hint, mistakes=[
+            (18, "take one optimizer step for each minibatch, not one for each micro-batch"),
+            (3, "take one optimizer step for each minibatch, not one for each epoch"),
+            (2, "make cfg.epochs passes over the minibatches, not one"),
             (0, "optimizer.step() is never called"),
-            (1, "one optimizer step for each minibatch of each epoch, not one for all")])
+            (1, "take one optimizer step for each minibatch of each epoch, not one for all")])
 
     def test_takes_all_minibatches_and_then_all_again(self):
         run = Run(4, epochs=2)
         numbers = {id(batch): i for i, batch in enumerate(itertools.chain(*run.built))}
         got = [numbers.get(id(batch), -1) for batch, _ in run.asked]
         first, second = [0, 1, 2], [3, 4, 5]
-        hint = "a forward of each micro-batch of phase 3 in each epoch (these are their numbers)"
+        hint = "each epoch has one forward of each micro-batch (these are their numbers)"
         check(got, 2 * (first + second), hint, mistakes=[
-            (2 * first + 2 * second, "all minibatches, then all again: epochs are the outer loop"),
-            (first + second, "cfg.epochs passes over the minibatches, not one")])
+            (2 * first + 2 * second, "take all minibatches, then again: epochs are the outer loop"),
+            (first + second, "make cfg.epochs passes over the minibatches, not one")])
 
     def test_has_new_log_probs_at_the_temperature_of_the_sampling(self):
         got = [temperature for _, temperature in Run(4, temperature=0.8).asked]
-        check(got, [0.8] * 6, "a forward of each micro-batch (here 6) at cfg.temperature")
+        check(got, [0.8] * 6, "each micro-batch (here 6) needs one forward, at cfg.temperature")
 
     def test_gives_the_loss_what_it_asks_for(self):
         run = Run(4, eps_low=0.01, eps_high=0.02)
         batches = list(itertools.chain(*run.built))
-        check(len(run.losses), len(batches), "a loss for each micro-batch of each epoch (here 6)")
+        check(len(run.losses), len(batches), "compute one loss for each micro-batch (here 6)")
         for got, batch in zip(run.losses, batches):
             if not got.log_probs.requires_grad:
-                fail("the loss's first argument: the new log-probs, with their gradient")
-            hint = "the loss's old log-probs: batch.old_log_probs, as remembered in phase 3"
+                fail("the first argument of the loss must be the new log-probs, with gradient")
+            hint = "the old log-probs of the loss must be batch.old_log_probs of phase 3"
             check(got.old, batch.old_log_probs, hint, 0, mistakes=[
-                (got.log_probs, "the old log-probs are taken anew: the ratio would always be 1")])
-            check(got.advantages, batch.advantages, "the loss's advantages: batch.advantages", 0)
-            check(got.mask, batch.mask, "the loss's mask: batch.mask", 0)
-            check(got.eps, (0.01, 0.02), "the clip range: cfg.clip_range()", mistakes=[
+                (got.log_probs, "old log-probs are computed again: the ratio would always be 1")])
+            hint = "the advantages of the loss must be batch.advantages"
+            check(got.advantages, batch.advantages, hint, 0)
+            check(got.mask, batch.mask, "the mask of the loss must be batch.mask", 0)
+            hint = "the clip range of the loss must be cfg.clip_range()"
+            check(got.eps, (0.01, 0.02), hint, mistakes=[
                 ((0.02, 0.01), "eps_low comes before eps_high")])
         if None in Run(4).losses[0].eps:
             fail("cfg.eps_low and cfg.eps_high may be None: cfg.clip_range() has the values")
 
     def test_sums_micro_batches_to_reinforces_gradient(self):
         run = Run(4)
-        run.check_gradient(0, "the first gradient, by hand: micro-batches add up, each over the "
-                           "same denominator, responses // minibatches = 8")
+        run.check_gradient(0, "micro-batches must add up to the gradient of the minibatch, with "
+                           "the same denominator, which is responses // minibatches = 8")
 
     def test_counts_responses_without_gradient_in_the_denominator(self):
         run = Run(4, ADVANTAGES.where(torch.arange(16) % 8 > 3, 0))
-        run.check_gradient(0, "four of eight responses are left out of the forward: the "
-                           "denominator is 8 all the same")
+        run.check_gradient(0, "four of eight responses are left out of the forward, but the "
+                           "denominator is still 8")
 
     def test_starts_each_step_from_a_gradient_of_zero(self):
         run = Run(4)
-        run.check_gradient(1, "step 2 meets the gradient of its own minibatch alone")
+        run.check_gradient(1, "the second step must use only the gradient of its own minibatch")
 
     def test_clips_a_gradient_to_norm_1_before_the_step(self):
         run = Run(4, 100 * ADVANTAGES)
         if not run.gradients:
             fail("optimizer.step() is never called")
         right = run.by_hand(0)
-        check(run.gradients[0].norm(), 1.0, "a gradient of norm above 1 is scaled to norm 1", 1e-4,
-              mistakes=[(right.norm(), "the gradient is not clipped to norm 1 before the step")])
-        check(run.value("grad_norms")[0], right.norm(), "grad_norms: the norm before clipping",
-              1e-2, mistakes=[(1.0, "grad_norms: the norm before the clipping, not after")])
+        hint = "a gradient whose norm is above 1 must be scaled to norm 1"
+        check(run.gradients[0].norm(), 1.0, hint, 1e-4, mistakes=[
+            (right.norm(), "the gradient is not clipped to norm 1 before the step")])
+        hint = "grad_norms must hold the norm before clipping"
+        check(run.value("grad_norms")[0], right.norm(), hint, 1e-2, mistakes=[
+            (1.0, "grad_norms must hold the norm before clipping, not after it")])
 
     def test_keeps_the_updates_for_the_metrics(self):
         run = Run(4, epochs=2)
         updates = run.value("updates")
         check([len(update) for update in updates], [3] * 4,
-              "updates: for each optimizer step, a list of one entry for each micro-batch")
+              "updates: a list for each optimizer step, with an entry for each micro-batch")
         entries = list(itertools.chain(*updates))
         for (batch, log_probs, value), given in zip(entries, 2 * sum(run.built, [])):
             if batch is not given:
-                fail("updates: (micro-batch, log-probs, loss), in the order of the updates")
+                fail("updates: the entries are (micro-batch, log-probs, loss), in order")
             if log_probs.requires_grad:
-                fail("updates: detach the log-probs, or the graphs fill the memory")
+                fail("updates: detach the log-probs, or their graphs fill the memory")
             if not isinstance(value, float):
-                fail("updates: the loss's .item(), a number")
-        check(len(run.value("grad_norms")), 4, "grad_norms: one for each optimizer step")
+                fail("updates: keep the loss as a number, by its .item()")
+        hint = "grad_norms must hold one number for each optimizer step"
+        check(len(run.value("grad_norms")), 4, hint)
         if not all(isinstance(norm, float) for norm in run.value("grad_norms")):
-            fail("grad_norms: numbers, by .item()")
+            fail("grad_norms must hold numbers: use .item()")
 
     def test_changes_no_weight_where_all_rewards_of_a_group_are_equal(self):
         run = Run(4, 0 * ADVANTAGES)  # there is no minibatch at all
-        check(run.policy.weights, TABLE, "no advantages, no update", 0)
+        check(run.policy.weights, TABLE, "without advantages, no weight may change", 0)
 
 
 class TestWholeStep:
@@ -617,9 +624,11 @@ class TestWholeStep:
         with mock.patch.object(loop, "sample", lambda *_, **__: sampled):
             row = loop.train_step(model, None, optimizer, [{"question": ""}] * 4, 1, cfg,
                                   reward=lambda **columns: rewards)
-        check(row["log_ratio_first_max"], 0.0, "first minibatch: every ratio is exactly 1", 0)
+        hint = "in the first minibatch, every ratio must be exactly 1"
+        check(row["log_ratio_first_max"], 0.0, hint, 0)
         prompt = torch.tensor(PROMPTS[:1])
         before = tiny_qwen()(prompt).logits[0, -1].softmax(dim=-1)
         after = model(prompt).logits[0, -1].softmax(dim=-1)
         if not after[2] - after[3] > before[2] - before[3]:
-            fail("after a step, word 2, which earns 1, is likelier, and 3, which costs 1, less")
+            fail("after a step, word 2, which earns 1, must be more likely than before, compared "
+                 "with word 3, which costs 1")

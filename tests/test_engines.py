@@ -286,7 +286,7 @@ def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
     assert max(clipped[::4]) == 0 < max(clipped), "only from its second step on have ratios left 1"
     before = load(tmp_path, dtype=torch.float32).state_dict()
     for name, p in trainer.model.named_parameters():
-        assert p.dtype == torch.float32 and not torch.equal(p.detach(), before[name])
+        assert p.dtype == torch.float32 and not torch.equal(p.detach().cpu(), before[name])
 
 
 def length_reward(completions, **columns):

@@ -1,5 +1,6 @@
 """train_math.py with a reward, an algorithm or a training loop of the user's own."""
 
+import gc
 import json
 import math
 
@@ -96,6 +97,7 @@ class TestAFaultyReward:
     )
     def test_that_raises_or_is_async_is_named_too(self, command, tmp_path, reward, said):
         assert said in self.line(command, tmp_path, reward)
+        gc.collect()  # Python warns here, not after the tests, that nobody awaited it
 
     def line(self, command, tmp_path, reward):
         def rollout(model, prompts, group_size, max_length, *rest):
@@ -263,6 +265,15 @@ class TestTrain:
             on_step=lambda row: stopped.extend([1] * (row["step"] == 2)),
         )
         assert [row["step"] for row in rows] == [0, 1, 2]
+
+    @pytest.mark.parametrize("name", ["encode_prompts", "rollout", "response_log_probs"])
+    def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
+        def fails(*arguments):
+            raise OSError("in the part")
+
+        parts = {"reward": parity_reward, name: fails}
+        line = one_line(train_math.main, *command, "--output_dir", tmp_path / "a", **parts)
+        assert "in the part" in line and "--model" in line
 
     def test_refuses_a_part_that_it_does_not_know(self, fresh):
         with pytest.raises(TypeError, match="rewards"):

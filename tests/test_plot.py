@@ -87,3 +87,51 @@ def test_pictures_several_runs_from_the_command_line(tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit):
         plot.main()
     assert "no metrics.jsonl in nowhere" in capsys.readouterr().err
+
+
+def with_settings(**settings):
+    rows = log(4)
+    rows[0]["settings"] = {"algorithm": "gspo", "eps_high": 4e-4, "epochs": 4, "minibatches": 8}
+    rows[0]["settings"] |= settings
+    return rows
+
+
+def test_an_algorithm_has_its_colour_and_line_style_in_any_order():
+    """The kind of a run is in its settings, or else in its label."""
+    runs = {
+        "a": with_settings(algorithm="grpo", eps_high=0.27),
+        "b": with_settings(eps_high=1e9),
+        "c": with_settings(),
+        "d": with_settings(epochs=1, minibatches=1),
+        "runs/no_clip": log(4),
+        "GSPO": log(4),
+        "one_update": log(4),
+    }
+    lines = {label: style[:2] for label, style in plot.styles_of(runs).items()}
+    assert lines["a"] == plot.STYLES["grpo"]
+    assert lines["b"] == lines["runs/no_clip"] == plot.STYLES["no clipping"]
+    assert lines["c"] == lines["GSPO"] == plot.STYLES["gspo"]
+    assert lines["d"] == lines["one_update"] == plot.STYLES["one update"]
+    assert len(set(plot.STYLES.values())) == len({line for _, line in plot.STYLES.values()}) == 4
+
+
+def test_two_runs_never_look_the_same():
+    """Seeds of one algorithm differ in the marker; other algorithms differ in colour and line."""
+    seeds = {f"seed {n}": with_settings() for n in range(3)}
+    others = {name: with_settings(algorithm=name) for name in ("cispo", "gspo_token")}
+    styles = plot.styles_of(seeds | others)
+    assert len(set(styles.values())) == 5
+    assert {styles[label][:2] for label in seeds} == {plot.STYLES["gspo"]}
+    assert not {styles[label][0] for label in others} & {color for color, _ in plot.STYLES.values()}
+
+
+def test_draws_a_run_in_its_style(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    kept = []
+    monkeypatch.setattr(plt, "close", kept.append)
+    runs = {"first": with_settings(eps_high=1e9), "second": with_settings()}
+    plot.draw(runs, tmp_path / "picture.png")
+    drawn = {line.get_label(): line for line in kept[0].axes[1].lines}
+    assert (drawn["first"].get_color(), drawn["first"].get_linestyle()) == ("#D55E00", ":")
+    assert (drawn["second"].get_color(), drawn["second"].get_linestyle()) == ("#0072B2", "-")

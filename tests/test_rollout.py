@@ -109,7 +109,12 @@ class TestBothSamplers:
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_never_draw_a_token_of_probability_0(self, tiny, monkeypatch, sampler, uniform):
         model, _ = tiny
-        probs = torch.tensor([[0, 0, 1, 0], [0, 0.4, 0.6, 0], [0.1, 0.2, 0.3, 0.4]])
+        probs = torch.zeros(13, 1000)
+        probs[0, 2] = 1
+        probs[1, 1:3] = torch.tensor([0.4, 0.6])
+        probs[2, :4] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+        torch.manual_seed(0)
+        probs[3:] = torch.randn(10, 1000).softmax(-1)  # with rounding, the sum is not exactly 1
 
         def forward(input_ids, **inputs):
             return SimpleNamespace(logits=probs[input_ids[:, -1]].log()[:, None])
@@ -125,8 +130,8 @@ class TestBothSamplers:
                 assert log_prob == pytest.approx(probs[row, token].log().item(), abs=1e-6)
             return responses
 
-        together = drawn(0, 1, 2)
-        alone = [*drawn(0), *drawn(1), *drawn(2)]
+        together = drawn(*range(13))
+        alone = [response for row in range(13) for response in drawn(row)]
         assert alone == together, "the number of other rows changes what a row draws"
 
     @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -1,0 +1,169 @@
+"""The third homework: logs of silent bugs, and the exercise that is made of them for a class."""
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common.logs import read
+from lesson import find_the_bug
+
+ROOT = Path(__file__).resolve().parents[1]
+ALL = "abcdefgh"
+
+
+@pytest.fixture
+def logs():
+    """{what is wrong: its rollouts}, as published; without the second correct run."""
+    return {name: read(find_the_bug.FOLDER / f"{letter}.jsonl")[1:]
+            for letter, name in find_the_bug.answers().items() if letter != "h"}
+
+
+def signatures(rows):
+    """The mistakes whose signature all these rollouts have, by the first words of their names."""
+    shown = {
+        "advantages over": lambda row: row["equal_reward_groups"] == 0,
+        "advantages do": lambda row: row["reward"] < 0.27 and row["grad_norm"] < 0.6,
+        "zero_grad": lambda row: 1 < row["grad_norm"] < 2 and row["loss"] ** 2 > 1e-12,
+        "GRPO": lambda row: row["clip_fraction"] < 0.21,
+        "the ratio": lambda row: abs(row["loss"]) < 1e-7,
+        "no root": lambda row: row["grad_norm"] > 2}
+    return [start for start, is_shown in shown.items() if all(map(is_shown, rows))]
+
+
+class TestPublished:
+    def test_has_eight_logs_of_eight_rollouts(self, logs):
+        kept = {path.name for path in find_the_bug.FOLDER.iterdir()}
+        assert kept == {"bugs.png", *(f"{letter}.jsonl" for letter in ALL)}
+        assert list(find_the_bug.answers()) == list(ALL)
+        assert set(logs) == set(list(find_the_bug.BUGS)[:7])
+        assert all([row["step"] for row in rows] == list(range(1, 9)) for rows in logs.values())
+
+    def test_gives_nothing_away_in_the_settings(self):
+        """The first rows are the same: settings, and the accuracy before training."""
+        firsts = {path.read_text().partition("\n")[0]
+                  for path in find_the_bug.FOLDER.glob("*.jsonl")}
+        assert len(firsts) == 1
+        assert not re.search("eps_|/|temperature|seed", firsts.pop())
+
+    def test_shows_each_bug_where_the_answers_say(self, logs):
+        for name, rows in logs.items():
+            found = signatures(rows)
+            assert found == [start for start in found if name.startswith(start)], name
+            assert len(found) == (name != "nothing"), name
+
+    def test_has_a_second_correct_run_that_is_not_the_first(self, logs):
+        assert find_the_bug.answers()["h"] == "nothing"
+        second = read(find_the_bug.FOLDER / "h.jsonl")[1:]
+        assert [row["step"] for row in second] == list(range(1, 9))
+        assert signatures(second) == []
+        assert second[0]["response_length"] != logs["nothing"][0]["response_length"]
+        assert all(row["grad_norm"] < 1 and abs(row["loss"]) > 1e-7 for row in second)
+
+    def test_has_its_answers_in_the_page(self):
+        page = (ROOT / "lesson" / "find_the_bug.md").read_text(encoding="utf-8")
+        exercise, answers = page.split("<details><summary>Answers")
+        for letter, name in list(find_the_bug.answers().items())[:7]:
+            assert f"| {name} | |" in exercise
+            assert f"| {letter} | {name} |" in answers
+        explained = re.findall(r"^- \*\*(.)\*\*", answers, re.MULTILINE)
+        assert explained[:6] == list("acdefg")  # b is right
+
+    def test_has_all_bugs_in_the_table(self):
+        lines = find_the_bug.TABLE.read_text(encoding="utf-8").splitlines()
+        names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line[:2] == "| "]
+        assert names == ["wrong", *find_the_bug.BUGS]
+
+
+def key_of(path):
+    """{letter: what is wrong} of a key."""
+    return dict(re.findall(r"^\| ([a-h]) \| ([^|]*) \|", path.read_text(), re.MULTILINE))
+
+
+def test_draws_a_row_of_panels_for_each_log(tmp_path, monkeypatch):
+    drawn = []
+    save = lambda figure, *_, **__: drawn.append(figure)
+    monkeypatch.setattr(find_the_bug.Figure, "savefig", save)
+    logs = {letter: read(find_the_bug.FOLDER / f"{letter}.jsonl") for letter in "bf"}
+    find_the_bug.draw(logs, tmp_path / "picture.png")
+    n = len(find_the_bug.PANELS)
+    assert len(drawn[0].axes) == 2 * n
+    for row, letter in enumerate("bf"):
+        for axis, name in zip(drawn[0].axes[row * n:], find_the_bug.PANELS):
+            values = [abs(line[name]) for line in logs[letter][1:]]
+            assert axis.lines[0].get_ydata().tolist() == values
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """The picture, which takes seconds, is an empty file."""
+    monkeypatch.setattr(find_the_bug, "draw", lambda logs, path: path.write_bytes(b""))
+
+
+@pytest.mark.usefixtures("no_picture")
+class TestHandOut:
+    def test_shuffles_the_letters_and_keeps_the_key_beside_it(self, tmp_path, capsys):
+        keys = []
+        for shuffle in "1", "2":
+            folder = tmp_path / f"class{shuffle}"
+            find_the_bug.main(["--handout", str(folder), "--shuffle", shuffle])
+            assert str(folder) in capsys.readouterr().out
+            names = {path.name for path in folder.iterdir()}
+            assert names == {"exercise.md", "logs.png", *(f"{letter}.jsonl" for letter in ALL)}
+            key = key_of(tmp_path / f"class{shuffle}-key.md")
+            keys.append(key)
+            assert list(key) == list(ALL)
+            assert list(key.values()).count("nothing") == 2
+            assert len(set(key.values())) == 7
+            for letter, name in key.items():
+                found = signatures(read(folder / f"{letter}.jsonl")[1:])
+                assert len(found) == (name != "nothing") and name.startswith("".join(found))
+        assert keys[0] != keys[1]
+
+    def test_asks_for_letters_and_reasons_and_gives_no_answer(self, tmp_path):
+        folder = tmp_path / "class"
+        find_the_bug.hand_out(folder, 3)
+        text = (folder / "exercise.md").read_text()
+        for name in find_the_bug.answers().values():
+            assert f"| {name} | | |" in text
+        assert len(re.findall(r"\| \| \|$", text, re.MULTILINE)) == 8
+        for metric in find_the_bug.METRICS:
+            assert f"`{metric}`" in text
+        for metric, why in find_the_bug.REASONS.values():
+            assert why not in text and f"| {metric} |" not in text
+        key = (tmp_path / "class-key.md").read_text()
+        assert all(why in key for _, why in find_the_bug.REASONS.values())
+
+    def test_overwrites_nothing(self, tmp_path, capsys):
+        flags = ["--handout", str(tmp_path / "class"), "--shuffle", "1"]
+        (tmp_path / "class-key.md").write_text("mine")
+        with pytest.raises(SystemExit) as stop:
+            find_the_bug.main(flags)
+        assert stop.value.code == 2 and "class-key.md is there already" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["class-key.md"]
+
+    def test_makes_new_runs_with_a_seed_each(self, tmp_path, monkeypatch):
+        """The runs are replaced by a published log whose loss tells the seed."""
+        made = []
+
+        def run(name, seed):
+            made.append((name, seed))
+            rows = read(find_the_bug.FOLDER / "b.jsonl")
+            for row in rows[1:]:
+                row["loss"] = float(seed)
+            rows[0]["settings"] |= {"seed": seed, "eps_high": 0.27}
+            return rows
+
+        monkeypatch.setattr(find_the_bug, "run", run)
+        key = find_the_bug.hand_out(tmp_path / "class", 4, seed=11)
+        assert [seed for _, seed in made] == list(range(11, 19))
+        for letter, name in key_of(key).items():
+            rows = read(tmp_path / "class" / f"{letter}.jsonl")
+            assert (name, rows[1]["loss"]) in made
+            assert "seed" not in json.dumps(rows[0]) and "eps_" not in json.dumps(rows[0])
+
+    def test_needs_the_order_of_the_letters(self, tmp_path, capsys):
+        for flags in (["--handout", str(tmp_path / "x")], ["--shuffle", "1"], ["--seed", "1"]):
+            with pytest.raises(SystemExit):
+                find_the_bug.main(flags)
+        assert not (tmp_path / "x").exists()
