@@ -3,14 +3,16 @@ r"""Fine-tune a small language model with GSPO on questions whose answers can be
     python train_math.py              Qwen2.5-0.5B-Instruct on GSM8K, on one CUDA GPU
     python -m lesson.tiny             the same script on a tiny model: any CPU, about a minute
 
-The maths is in gspo.py, and gspo.py is all that this file needs beside it. Read train_step first,
-and then the functions that it calls, which follow it in this order: rollout, minibatches and
-log-probs, evaluation and the training loop, questions and rewards, files, command line.
-A task of your own is a reward function: `train_math.main(reward=my_reward)`. A loss of your own is
-a row of ALGORITHMS. To use a model that you have loaded yourself, call `train(...)`.
+The maths is in gspo.py, which is the only other project file that this script needs. Read
+train_step first, and then the functions that it calls, which follow it in this order: rollout,
+minibatches and log-probs, evaluation and the training loop, questions and rewards, files, command
+line. For a task of your own, write a reward function: `train_math.main(reward=my_reward)`. For a
+loss of your own, add an entry to ALGORITHMS. To use a model that you have loaded yourself, call
+`train(...)`.
 
 In this file a *step* is one rollout with all its updates. (In TRL and Hugging Face, a step is one
-optimizer step.) Left out: several GPUs, a KL penalty, an inference engine, a warm-up.
+optimizer step.) log s is the logarithm of a response's importance ratio. This script does not
+support several GPUs, a KL penalty, an inference engine or a learning rate warm-up.
 """
 import contextlib
 import copy
@@ -101,11 +103,12 @@ class Settings:
     epochs: int = flag(1, "passes over each rollout")
     learning_rate: float = flag(1e-6, "of AdamW; decreases linearly to a tenth at max_steps")
     max_steps: int = flag(200, "number of rollouts")
-    temperature: float = flag(1.0, "sampling temperature; the policy is the model at it")
+    temperature: float = flag(1.0, "sampling temperature; log-probs are computed at it, too")
     max_completion_length: int = flag(512, "tokens per response; a longer response is cut")
     # Memory and evaluation
     micro_batch_tokens: int | None = flag(
-        None, "tokens per forward in the update; default: by the free GPU memory, on a CPU 1024")
+        None, "tokens per forward in the update; default: chosen from the free GPU memory, on a "
+              "CPU 1024")
     rollout_rows: int = flag(256, "responses sampled at once")
     save_steps: int = flag(25, "rollouts between two evaluations, each of which saves the run")
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
@@ -157,18 +160,20 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
     rewards = score(parts.reward, questions, rollout.texts)
     advantages = group_advantages(rewards, cfg.group_size)
 
-    # 3 REMEMBER the old log-probs. They come from the forward of the update and not from the
-    # sampler, which rounds differently: the importance ratio must compare only policies.
+    # 3 REMEMBER the old log-probs. They are computed by the forward of the update, on the same
+    # micro-batches, and not by the sampler. The sampler rounds differently, and this difference
+    # can be as large as GSPO's clip range. This way, only a change of the weights moves the ratio.
     prompts = [prompt for prompt in rollout.prompts for _ in range(cfg.group_size)]
     minibatches = parts.build_minibatches(prompts, rollout.responses, advantages, cfg)
     with torch.no_grad():
         for batch in itertools.chain(*minibatches):
             batch.old_log_probs = parts.response_log_probs(model, batch, cfg.temperature)
 
-    # 4 UPDATE. ONE ROLLOUT, SEVERAL OPTIMIZER STEPS: in the first minibatch, the policy is still
-    # the one that sampled. Every importance ratio is exactly 1, and nothing can be clipped. Only
-    # the later minibatches and epochs see a policy that has moved. With minibatches = epochs = 1,
-    # the ratio is always 1, and GSPO is REINFORCE with group advantages.
+    # 4 UPDATE. ONE ROLLOUT, SEVERAL OPTIMIZER STEPS: in the first minibatch, the weights are still
+    # those of the old log-probs. Every importance ratio is exactly 1, and nothing can be clipped.
+    # Only the later minibatches and epochs see a policy that has moved. With minibatches = epochs
+    # = 1, the ratio is always 1, and GSPO is REINFORCE with group advantages, where each response
+    # counts as the mean over its tokens.
     eps_low, eps_high = cfg.clip_range()
     denominator = len(rollout.responses) // cfg.minibatches  # includes responses without gradient
     updates = []  # for each optimizer step: a list of (micro-batch, log-probs, loss)
@@ -204,9 +209,9 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
 def tf32_matmuls():
     """TF32 for the matrix products of the backward pass, which makes them faster on CUDA.
 
-    A relative error of 1e-3 in a gradient does no harm. The forward stays in float32: in TF32 it
-    would change log s by 2e-4, which is about as large as GSPO's clip range. On CPUs this setting
-    has no effect."""
+    It changes a gradient by a relative error of about 1e-3. The forward that computes log s stays
+    in float32: TF32 would change log s by 2e-4, which is almost as large as GSPO's clip range. (The
+    head is computed again in the backward pass, in TF32.) On CPUs this setting has no effect."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = True
@@ -257,11 +262,11 @@ def update_metrics(updates, grad_norms, cfg):
     later = list(itertools.chain(*log_s[1:]))
     n = max(1, len(updates))
     return {
-        "loss": total_loss / n,  # is close to 0 in a healthy run, too
+        "loss": total_loss / n,  # a value close to 0 is normal
         "grad_norm": sum(grad_norms) / n,  # before it is clipped to 1
         "clip_fraction": clipped_tokens / max(1, all_tokens),  # share of the response tokens
         # The largest |log s| before the first optimizer step, which must be 0, and the standard
-        # deviation of log s after it. Both are about responses, for every algorithm.
+        # deviation of log s after it. Both are per response, for every algorithm.
         "log_ratio_first_max": torch.cat(log_s[0]).abs().max().item() if log_s else None,
         "log_ratio_std": torch.cat(later).std().item() if later else None,
     }
@@ -273,7 +278,7 @@ def update_metrics(updates, grad_norms, cfg):
 def load(name, device):
     """(model, tokenizer) from a hub id or a folder. All weights are float32: in bf16, most updates
     at a learning rate of 1e-6 are smaller than the distance to the next number."""
-    torch.set_float32_matmul_precision("highest")  # some images switch TF32 on
+    torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
@@ -299,7 +304,7 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg, **replaced
     """Sample `group_size` responses to each question (temperature 0: greedy). Returns a Rollout."""
     parts = Parts(**replaced)
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
-    end_ids = model.generation_config.eos_token_id  # the tokenizer's end token is not the only one
+    end_ids = model.generation_config.eos_token_id  # a model can have several end tokens
     end_ids = end_ids if isinstance(end_ids, list) else [end_ids]
     end_ids = {tokenizer.eos_token_id, *end_ids} - {None}
     if not end_ids:
@@ -334,7 +339,8 @@ def rollout(model, prompts, group_size, max_length, temperature, end_ids):
         # than half of the time. The old log-probs do not come from this sampler but from the
         # forward of the update, so that the importance ratios stay exact. The cost is that the
         # responses come from a slightly different policy, as with any inference engine. The metric
-        # sampler_gap measures this difference, and experiments/engine.md measures its effect.
+        # sampler_gap measures this difference. Its effect on training was only measured on a tiny
+        # model, where the sampler was rounded on purpose (experiments/engine.md).
         # Greedy responses, from which accuracies are computed, use the float32 weights.
         model = copy.deepcopy(model)
         for parameter in model.parameters():  # but not the buffers: positions need float32
@@ -351,7 +357,7 @@ def next_logits(model, cache, ids, mask, positions):
 
 
 def prefill(model, cache, prompts, group_size):
-    """Read each prompt once, and then copy what was read for each response of its group.
+    """Read each prompt once, and then copy its keys and values for each response of its group.
 
     Returns the logits (B, V) of the first tokens, and the mask (B, L) of the prompts, which are
     padded on the left so that all responses start in the same column."""
@@ -388,7 +394,7 @@ def next_tokens(logits, temperature):
 
 
 def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids):
-    """`rollout` for CPUs and for every model: finished responses leave the batch."""
+    """`rollout` for CPUs and models without a static cache: finished responses leave the batch."""
     cache = DynamicCache(config=model.config)
     logits, mask = prefill(model, cache, prompts, group_size)
     unfinished = torch.arange(len(mask), device=mask.device)  # the response of each row
@@ -429,11 +435,12 @@ def cache_can_be_static(model, length):
 def static_rollout(model, prompts, group_size, max_length, temperature, end_ids):
     """`rollout` for CUDA: fixed shapes, and one CUDA graph that samples a token of each response.
 
-    Decoding one token starts hundreds of small kernels. To start them from Python takes longer than
-    to run them. A CUDA graph records the kernels once, and then starts all of them with one call.
-    This call repeats the same work on the same memory. Therefore no tensor may change its shape or
-    its place: the cache has room for all tokens from the beginning, finished responses stay in the
-    batch (what follows their end is removed afterwards), and the number of tokens is a tensor."""
+    Decoding one token launches hundreds of small kernels. Launching them from Python takes longer
+    than running them. A CUDA graph records the kernels once, and then launches all of them with one
+    call. This call repeats the same work on the same memory. Therefore no tensor may change its
+    shape or its place. The cache has room for all tokens from the beginning. Finished responses
+    stay in the batch, and what follows their end is removed afterwards. The number of sampled
+    tokens, t, is a tensor on the GPU."""
     width = max(map(len, prompts))
     cache = StaticCache(config=model.config, max_cache_len=width + max_length)
     logits, mask = prefill(model, cache, prompts, group_size)
@@ -457,6 +464,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
 
     draw(logits)
     for done in tqdm(range(1, max_length), "sampling, tokens", leave=False, delay=1):
+        # To ask whether all responses have ended, the CPU must wait for the GPU.
         if done % 16 == 0 and torch.isin(tokens[:, :done], end_ids).any(1).all():
             break
         if done == 1 and mask.is_cuda:
@@ -499,7 +507,7 @@ class MicroBatch:
         for i in indices:
             ids.append(torch.tensor(prompts[i] + responses[i]))
             # The mask is made from lengths. If it were made from pad tokens, it would miss the end
-            # token of a model that uses one token for both.
+            # token of a model that uses the same token for padding and for the end.
             is_response = [False] * len(prompts[i]) + [True] * len(responses[i])
             mask.append(torch.tensor(is_response[1:]))  # position t predicts token t + 1
         self.indices = list(indices)
@@ -544,10 +552,15 @@ def build_minibatches(prompts, responses, advantages, cfg):
 def response_log_probs(model, batch, temperature):
     """The log-probs (b, L - 1) of the response tokens; 0 elsewhere.
 
-    In three lines: logits = model(ids).logits[:, :-1], because position t predicts token t + 1;
-    then log_softmax(logits / temperature); then gather at ids[:, 1:]. But with a vocabulary of
-    151,936 tokens, the logits would need more memory than anything else. Therefore only response
-    tokens go through the head, in chunks, which are computed again in the backward pass."""
+    In three lines, since position t predicts token t + 1:
+
+        logits = model(batch.ids).logits[:, :-1]
+        log_probs = torch.log_softmax(logits / temperature, dim=-1)
+        return log_probs.gather(-1, batch.ids[:, 1:, None])[..., 0] * batch.mask
+
+    But with a vocabulary of 151,936 tokens, the logits would need more memory than anything else.
+    Therefore only response tokens go through the head, in chunks, and the chunks are computed again
+    in the backward pass."""
     hidden = model.get_decoder()(input_ids=batch.ids, use_cache=False).last_hidden_state
     hidden = hidden[:, :-1][batch.mask]
     tokens = batch.ids[:, 1:][batch.mask]
@@ -635,9 +648,10 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
     state: from load_state. on_step: a function that is called with the metrics of each step, such
     as wandb.log. replaced: functions to use in place of the default ones, by their names in Parts;
     the most common one is reward=f. Training ends early once `stopped` is not empty. With an
-    output_dir, everything is printed and saved there; with None, nothing is. Dropout is switched
-    off (model.eval()). Returns the metrics, one dict per step; step 0 is only an evaluation.
-    ValueError: no questions, weights that are not float32, an output_dir that holds a run."""
+    output_dir, the metrics are printed and the files go there; with None, neither happens. Dropout
+    is switched off (model.eval()). Returns the metrics, one dict per step; step 0 is only an
+    evaluation. ValueError: no questions, weights that are not float32, an output_dir that holds a
+    run."""
     check_arguments(cfg, model, questions, state)
     model.eval()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
@@ -726,7 +740,8 @@ FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "par
 def load_questions(cfg, reward=None):
     """(questions to train on, held-out questions), as lists of dicts.
 
-    Held out are the test split, or else the validation split, or else the last questions.
+    The test split is held out. If there is none, the validation split is held out, or else the last
+    questions of the training part.
     ValueError: a row has no question, or no answer that the default reward can use."""
     kind = FILE_KINDS.get(Path(cfg.dataset).suffix.lower())
     if kind:
@@ -843,7 +858,7 @@ def write_lines(rows, path):
 
 
 def save(rows, results, model, optimizer, cfg):
-    """Write state.pt, from which a run is resumed. Until it is complete, the old one remains."""
+    """Write state.pt, from which a run is resumed. The old one stays until this is complete."""
     if cfg.output_dir:
         state = {"rows": rows, "results": results, "model": model.state_dict(),
                  "optimizer": optimizer.state_dict()}
@@ -860,7 +875,7 @@ def fingerprint(cfg, questions):
 
 
 def load_state(cfg, questions):
-    """The state of the run in output_dir, or None. ValueError: the settings are another run's."""
+    """The state of the run in output_dir, or None. ValueError: the saved run has other settings."""
     path = Path(cfg.output_dir, "state.pt")
     if not path.exists():
         return None
@@ -932,7 +947,8 @@ def check_model(model, tokenizer, questions, cfg, **replaced):
     length = max(map(len, prompts)) + cfg.max_completion_length
     limit = getattr(config, "max_position_embeddings", length)
     if length > limit:
-        raise ValueError(f"{length} tokens, with --max_completion_length, and its limit is {limit}")
+        raise ValueError(f"prompt and response need up to {length} tokens, but the model supports "
+                         f"{limit}")
     if model.device.type == "cuda" and not cache_can_be_static(model, length):
         tqdm.write("note: this model's cache cannot have fixed shapes, so that sampling is slower")
 
@@ -943,16 +959,16 @@ def check_model(model, tokenizer, questions, cfg, **replaced):
     log_probs = parts.response_log_probs(model, batch, 1.0)
     gap = (log_probs.sum(1) - rollout.log_probs.sum(1)).abs().max().item()
     if not gap < 1e-3:
-        raise ValueError(f"eight sampled tokens have other log-probs in its forward (by {gap:.2g}):"
-                         " its cache, padding or head works in a way that is unsupported")
+        raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
+                         "sampling and the full forward: its cache, padding or head is unsupported")
     score(parts.reward, [questions[0]] * 2, rollout.texts)
     return length
 
 
 def prepare(cfg, replaced):
-    """The first arguments of train(). What a user can get wrong ends with one line, the model last.
+    """The first arguments of train(). What a user can get wrong ends with one line.
 
-    A missing micro_batch_tokens is chosen by the free memory."""
+    The model is loaded last. If micro_batch_tokens is None, it is chosen from the free memory."""
     with exits_with(f"--dataset {cfg.dataset}"):
         questions, held_out = load_questions(cfg, replaced["reward"])
     with exits_with(f"--output_dir {cfg.output_dir}"):

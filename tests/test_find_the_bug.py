@@ -82,7 +82,10 @@ def key_of(path):
 
 def test_draws_a_row_of_panels_for_each_log(tmp_path, monkeypatch):
     drawn = []
-    save = lambda figure, *_, **__: drawn.append(figure)
+
+    def save(figure, *arguments, **more):
+        drawn.append(figure)
+
     monkeypatch.setattr(find_the_bug.Figure, "savefig", save)
     logs = {letter: read(find_the_bug.FOLDER / f"{letter}.jsonl") for letter in "bf"}
     find_the_bug.draw(logs, tmp_path / "picture.png")

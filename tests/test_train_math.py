@@ -1104,8 +1104,8 @@ class TestMemory:
 
     def test_that_was_measured_on_an_h100_is_enough(self):
         """Peaks were 12.1 GiB at 1024 tokens and 34 GiB at 8192, of which the weights take 1.8."""
-        assert self.fitting(12.1 - 1.8) >= 512 and self.fitting(12.1 - 1.8 + 1) >= 1024
-        assert self.fitting(34 - 1.8) < 8192 <= self.fitting(34 - 1.8 + 6)
+        assert self.fitting((12.1 - 1.8 + 1) / 0.9) >= 1024, "a tenth of the memory stays free"
+        assert self.fitting(34 - 1.8) < 8192 <= self.fitting((34 - 1.8 + 6) / 0.9)
 
     def test_is_used_more_the_more_there_is(self):
         found = [self.fitting(gib) for gib in range(100)]
@@ -1113,14 +1113,14 @@ class TestMemory:
         assert self.fitting(-1) == 512, "less cannot be of use"
 
     def test_that_a_larger_model_or_a_longer_text_needs_is_left_free(self):
-        assert self.fitting(42) == 8192
-        assert self.fitting(42, parameters=2_000_000_000) == 4096
-        assert self.fitting(42, length=4000) == 4096
+        assert self.fitting(46) == 8192
+        assert self.fitting(46, parameters=2_000_000_000) == 4096
+        assert self.fitting(46, length=4000) == 4096
         sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in sizes:
             config = copy.deepcopy(QWEN_HALF_A_BILLION)
             setattr(config, name, 4 * getattr(config, name))
-            assert self.fitting(42, config=config) < 8192, name
+            assert self.fitting(46, config=config) < 8192, name
 
     def test_is_estimated_without_intermediate_size_too(self):
         """GPT-2's MLP has four times the hidden size unless n_inner says otherwise."""
@@ -1160,18 +1160,18 @@ class TestModels:
         forward = model.forward
         model.forward = lambda **inputs: fault(forward, inputs)
         torch.manual_seed(0)
-        with pytest.raises(ValueError, match="eight sampled tokens have other log-probs"):
+        with pytest.raises(ValueError, match="log-probs of eight sampled tokens differ"):
             train_math.check_model(model, tokenizer, questions, settings(), reward=parity_reward)
 
     @pytest.mark.parametrize(
         "fault, words",
         [
-            ("scaled", "other log-probs"),
+            ("scaled", "between sampling and the full forward"),
             ("no pair", "not a pair"),
             ("no pair by one token", "not a pair"),
             ("no end", "an end token"),
             ("no template", "chat"),
-            ("too long", "515 tokens"),
+            ("too long", "up to 515 tokens"),
             ("nan", ""),
             ("meta", ""),
             ("tpu9", "tpu9"),
@@ -1228,7 +1228,7 @@ class TestModels:
             return torch.full(batch.mask.shape, math.nan)
 
         parts = {"reward": parity_reward, "response_log_probs": not_a_number}
-        with pytest.raises(ValueError, match="other log-probs"):
+        with pytest.raises(ValueError, match="log-probs of eight sampled tokens differ"):
             train_math.check_model(*fresh, QUESTIONS, settings(), **parts)
 
     @pytest.mark.parametrize(
