@@ -996,7 +996,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
         if "state.pt" not in found and found - {"lock", "partial"}:
             raise ValueError("the folder is not empty and holds no run that can be resumed")
         lock = FileLock(Path(cfg.output_dir, "lock"))
-        lock.acquire(timeout=0)  # fails if another process uses the folder
+    with exits_with(f"--output_dir {cfg.output_dir} is in use by another process"):
+        lock.acquire(timeout=0)
     stopped = []
     handlers = {}
 
