@@ -879,7 +879,8 @@ def load_state(cfg, questions):
     path = Path(cfg.output_dir, "state.pt")
     if not path.exists():
         return None
-    state = torch.load(path, map_location="cpu")
+    with exits_with(f"{path} cannot be read. Choose another --output_dir"):
+        state = torch.load(path, map_location="cpu")
     begun_with = state["rows"][0]["settings"]
     now = fingerprint(cfg, questions)
     changed = []
