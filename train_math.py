@@ -863,7 +863,8 @@ def save(rows, results, model, optimizer, cfg):
         state = {"rows": rows, "results": results, "model": model.state_dict(),
                  "optimizer": optimizer.state_dict()}
         partial = Path(cfg.output_dir, "partial")
-        torch.save(state, partial)
+        with exits_with(f"{partial} cannot be written (is the disk full?)"):
+            torch.save(state, partial)
         os.replace(partial, partial.with_name("state.pt"))
 
 
