@@ -984,6 +984,10 @@ def prepare(cfg, replaced):
     tqdm.write(f"{cfg.model}: {model.num_parameters():,} parameters in {model.dtype} on "
                f"{cfg.device}; {len(questions):,} questions and {len(held_out):,} held-out ones; "
                f"micro-batches of {cfg.micro_batch_tokens or CPU_TOKENS} tokens")
+    seen = {row["question"] for row in questions}
+    repeated = sum(row["question"] in seen for row in held_out)
+    if repeated:
+        tqdm.write(f"note: {repeated} of the held-out questions are training questions, too")
     return cfg, model, tokenizer, questions, held_out, state
 
 
