@@ -880,7 +880,7 @@ def load_state(cfg, questions):
     path = Path(cfg.output_dir, "state.pt")
     if not path.exists():
         return None
-    with exits_with(f"{path} cannot be read. Choose another --output_dir"):
+    with exits_with(f"--output_dir {cfg.output_dir}: state.pt is damaged, so choose another"):
         state = torch.load(path, map_location="cpu")
     begun_with = state["rows"][0]["settings"]
     now = fingerprint(cfg, questions)
