@@ -946,11 +946,12 @@ def check_model(model, tokenizer, questions, cfg, **replaced):
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
     if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
         raise ValueError("the tokenizer has tokens that the model lacks: they are not a pair")
-    length = max(map(len, prompts)) + cfg.max_completion_length
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    length = len(prompts[longest]) + cfg.max_completion_length
     limit = getattr(config, "max_position_embeddings", length)
     if length > limit:
         raise ValueError(f"prompt and response need up to {length} tokens, but the model supports "
-                         f"{limit}")
+                         f"{limit}. The longest question is {questions[longest]['question']!r:.80}")
     if model.device.type == "cuda" and not cache_can_be_static(model, length):
         tqdm.write("note: this model's cache cannot have fixed shapes, so that sampling is slower")
 
