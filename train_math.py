@@ -863,7 +863,8 @@ def save(rows, results, model, optimizer, cfg):
         state = {"rows": rows, "results": results, "model": model.state_dict(),
                  "optimizer": optimizer.state_dict()}
         partial = Path(cfg.output_dir, "partial")
-        torch.save(state, partial)
+        with exits_with(f"{partial} cannot be written (is the disk full?)"):
+            torch.save(state, partial)
         os.replace(partial, partial.with_name("state.pt"))
 
 
@@ -879,7 +880,8 @@ def load_state(cfg, questions):
     path = Path(cfg.output_dir, "state.pt")
     if not path.exists():
         return None
-    state = torch.load(path, map_location="cpu")
+    with exits_with(f"--output_dir {cfg.output_dir}: state.pt is damaged, so choose another"):
+        state = torch.load(path, map_location="cpu")
     begun_with = state["rows"][0]["settings"]
     now = fingerprint(cfg, questions)
     changed = []
@@ -944,11 +946,12 @@ def check_model(model, tokenizer, questions, cfg, **replaced):
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
     if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
         raise ValueError("the tokenizer has tokens that the model lacks: they are not a pair")
-    length = max(map(len, prompts)) + cfg.max_completion_length
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    length = len(prompts[longest]) + cfg.max_completion_length
     limit = getattr(config, "max_position_embeddings", length)
     if length > limit:
         raise ValueError(f"prompt and response need up to {length} tokens, but the model supports "
-                         f"{limit}")
+                         f"{limit}. The longest question is {questions[longest]['question']!r:.80}")
     if model.device.type == "cuda" and not cache_can_be_static(model, length):
         tqdm.write("note: this model's cache cannot have fixed shapes, so that sampling is slower")
 
@@ -982,6 +985,10 @@ def prepare(cfg, replaced):
     tqdm.write(f"{cfg.model}: {model.num_parameters():,} parameters in {model.dtype} on "
                f"{cfg.device}; {len(questions):,} questions and {len(held_out):,} held-out ones; "
                f"micro-batches of {cfg.micro_batch_tokens or CPU_TOKENS} tokens")
+    seen = {row["question"] for row in questions}
+    repeated = sum(row["question"] in seen for row in held_out)
+    if repeated:
+        tqdm.write(f"note: {repeated} of the held-out questions are training questions, too")
     return cfg, model, tokenizer, questions, held_out, state
 
 
@@ -996,7 +1003,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
         if "state.pt" not in found and found - {"lock", "partial"}:
             raise ValueError("the folder is not empty and holds no run that can be resumed")
         lock = FileLock(Path(cfg.output_dir, "lock"))
-        lock.acquire(timeout=0)  # fails if another process uses the folder
+    with exits_with(f"--output_dir {cfg.output_dir} is in use by another process"):
+        lock.acquire(timeout=0)
     stopped = []
     handlers = {}
 
