@@ -1,14 +1,22 @@
-"""lesson/tiny.py with GSPO, with GRPO, without a clip, on several worlds and seeds.
+"""GSPO, GRPO, no clip and one update per rollout on the small world, on several worlds and seeds.
 
-    OMP_NUM_THREADS=1 python lesson/seeds.py    three quarters of an hour; what was cut off goes on
+    OMP_NUM_THREADS=1 python lesson/seeds.py choose      worlds 0 and 1: about 40 minutes
+    OMP_NUM_THREADS=1 python lesson/seeds.py report      four fresh worlds: about 80 minutes
 
-Writes lesson/results/: each run's metrics.jsonl, table.md, and seeds.png; a log that is there is
-not made again. GRPO's range is the best of four on world 0, seed 100, which is in no other figure.
+`choose` runs the pairs of world and seed on which the settings were chosen, `report` the fresh
+pairs on which they were then judged. lesson/results/PLAN.md states the settings, the criterion and
+the pairs, and was committed before the fresh runs. A run whose log exists in lesson/results/ is not
+repeated, so an interrupted command can simply be given again. `--worlds 13 14` restricts a process
+to these worlds, so that two processes can share the work. Without runs, `table` only rewrites
+lesson/results/table.md and seeds.png.
 """
+import argparse
 import json
 import math
 import shutil
+import statistics
 import sys
+import time
 from pathlib import Path
 
 import matplotlib
@@ -23,97 +31,217 @@ from experiments.plot import read, write  # noqa: E402
 from lesson import tiny  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")
-ARMS = {
-    "GSPO": [],
-    "no clip": ["--eps_low", "0.99", "--eps_high", "1e9"]}
-ONE_EPOCH = ["--minibatches", "4", "--epochs", "1"]  # as in the paper
-ONE_UPDATE = ["--minibatches", "1", "--epochs", "1"]
-PLACES = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)]  # world, seed
-RANGES = (0.05, 0.1, 0.2, 0.4)  # GRPO's lower
+CHOOSE = RESULTS / "choose"
+REPORT = RESULTS / "report"
+LEARNING_RATE = ["--learning_rate", "6e-4"]  # twice the default of lesson/tiny.py
+CHOICE = [(1, 41), (0, 41), (1, 42), (0, 42)]  # (world, seed)
+FRESH = [(world, seed) for seed in (51, 52, 53) for world in (11, 12, 13, 14)]
+GRPO_RANGES = (0.1, 0.2, 0.05, 0.4)  # the lower one
+COLLAPSED = 0.35  # a run collapsed if its final held-out greedy accuracy is below this
+SUCCESS = 0.90  # a run succeeded if that accuracy is at least this
+STYLES = {  # color, line style and marker of each variant, in every picture
+    "GSPO": ("#0072B2", "-", "o"),
+    "GRPO": ("#E69F00", "--", "s"),
+    "no clip": ("#D55E00", "-.", "^"),
+    "one update": ("#009E73", ":", "D")}
 
 
 def grpo(low):
-    """GRPO's flags; the upper range is 4/3 of the lower."""
+    """GRPO's flags. The upper range is 4/3 of the lower one, as in the paper."""
     return ["--algorithm", "grpo", "--eps_low", str(low), "--eps_high", f"{low * 4 / 3:.3g}"]
 
 
-def run(name, flags, world, seed):
-    """The rows of a run, and its model's sampled accuracy on the held-out questions."""
-    output = Path("runs/seeds", f"{name.replace(',', '').replace(' ', '_')}-{world}-{seed}")
-    kept = RESULTS / f"{output.name}.jsonl"
-    if not kept.exists():
-        tiny.main(["--world", str(world), "--seed", str(seed), "--output_dir", str(output), *flags])
-        model, tokenizer = train_math.load(output / "model", "cpu")
-        rows = read(output / "metrics.jsonl")
-        rows[-1]["sampled"] = tiny.right(model, tokenizer, tiny.questions()[1], 1.0)
-        rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
-        for row in rows:
-            row.pop("eval_samples", None)
-        RESULTS.mkdir(exist_ok=True)
-        write(kept, rows)
-        shutil.rmtree(output)
-    return read(kept)
+VARIANTS = {  # GRPO is added in report(), with the range that was chosen
+    "GSPO": [],
+    "no clip": ["--eps_low", "1", "--eps_high", "1e9"],  # a range that no ratio can leave
+    "one update": ["--minibatches", "1", "--epochs", "1"]}
 
 
-def table(runs):
-    """A line for each world and seed: before, and after with each arm, greedy / sampled."""
-    start = "the start, greedy / sampled / at its best temperature"
-    lines = [f"| world, seed | {start} | {' | '.join(runs)} |", "|---|---|" + "---|" * len(runs)]
-    first = next(iter(runs.values()))
-    for (world, seed), rows in first.items():
-        start = rows[0]["start"]
-        cells = [f"{start['0.0']:.2f} / {start['1.0']:.2f} / {max(start.values()):.2f}"]
-        for by_place in runs.values():
-            last = by_place[world, seed][-1]
-            cells.append(f"{last['eval_reward']:.2f} / {last['sampled']:.2f}")
-        lines.append(f"| {world}, {seed} | {' | '.join(cells)} |")
+def log_path(folder, name, world, seed):
+    return folder / f"{name.replace(' ', '_')}-{world}-{seed}.jsonl"
+
+
+def run(folder, name, flags, world, seed):
+    """Make the log of one run, unless it exists. Its last row has the sampled accuracy, too."""
+    log = log_path(folder, name, world, seed)
+    if log.exists():
+        return
+    output = Path("runs/seeds", log.stem)
+    tiny.world(world)  # made beforehand, so that its time is not counted
+    began = time.process_time()
+    shutil.rmtree(output, ignore_errors=True)
+    tiny.main(["--world", str(world), "--seed", str(seed), "--output_dir", str(output),
+               *LEARNING_RATE, *flags])
+    cpu_seconds = time.process_time() - began
+    model, tokenizer = train_math.load(output / "model", "cpu")
+    rows = read(output / "metrics.jsonl")
+    rows[-1]["sampled"] = tiny.right(model, tokenizer, tiny.questions()[1], 1.0)
+    rows[-1]["cpu_seconds"] = cpu_seconds
+    rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
+    for row in rows:
+        row.pop("eval_samples", None)
+    folder.mkdir(parents=True, exist_ok=True)
+    write(log, rows)
+    shutil.rmtree(output)
+    print(f"{log.name}: greedy {rows[-1]['eval_reward']:.2f}, sampled {rows[-1]['sampled']:.2f}, "
+          f"CPU {cpu_seconds:.0f} s", flush=True)
+
+
+def choose(worlds):
+    """The runs on worlds 0 and 1, from which the setting and GRPO's range were chosen."""
+    for name, flags in VARIANTS.items():
+        for world, seed in CHOICE[:3]:
+            if world in worlds:
+                run(CHOOSE, name, flags, world, seed)
+    for world, seed in CHOICE:
+        for low in GRPO_RANGES:
+            if world in worlds:
+                run(CHOOSE, f"GRPO {low}", grpo(low), world, seed)
+
+
+def chosen_range():
+    """GRPO's lower range: the one with the highest mean sampled accuracy over the CHOICE pairs."""
+    def mean(low):
+        logs = [read(log_path(CHOOSE, f"GRPO {low}", *pair)) for pair in CHOICE]
+        return statistics.fmean(rows[-1]["sampled"] for rows in logs)
+
+    return max(GRPO_RANGES, key=mean)
+
+
+def report(worlds):
+    """The runs on the fresh pairs: all variants of a pair before the next pair."""
+    variants = VARIANTS | {"GRPO": grpo(chosen_range())}
+    for world, seed in FRESH:
+        if world in worlds:
+            for name in STYLES:
+                run(REPORT, name, variants[name], world, seed)
+
+
+# ---- table and picture ---------------------------------------------------------------------------
+
+
+def percent(share):
+    return f"{100 * share:.1f}"
+
+
+def accuracies(rows):
+    """The final held-out accuracy in percent: greedy / sampled."""
+    return f"{percent(rows[-1]['eval_reward'])} / {percent(rows[-1]['sampled'])}"
+
+
+def choice_table():
+    """The table of the runs from which the settings were chosen."""
+    pairs = " | ".join(f"world {world}, seed {seed}" for world, seed in CHOICE)
+    lines = [f"| variant | {pairs} | mean |", "|---" * (len(CHOICE) + 2) + "|"]
+    for name in [*VARIANTS, *(f"GRPO {low}" for low in sorted(GRPO_RANGES))]:
+        logs = [read(log_path(CHOOSE, name, *pair)) for pair in CHOICE]
+        cells = [accuracies(rows) if rows else "not run" for rows in logs]
+        last = [rows[-1] for rows in logs if rows]
+        means = (percent(statistics.fmean(row[key] for row in last))
+                 for key in ("eval_reward", "sampled"))
+        lines.append(f"| {name} | {' | '.join(cells)} | {' / '.join(means)} |")
     return "\n".join(lines) + "\n"
 
 
+def report_table(runs):
+    """The table of the fresh pairs, and a summary with a line for each variant."""
+    lines = [f"| world, seed | before training | {' | '.join(runs)} |",
+             "|---" * (len(runs) + 2) + "|"]
+    for pair in FRESH:
+        start = runs["GSPO"][pair][0]["start"]
+        cells = [f"{percent(start['0.0'])} / {percent(start['1.0'])}"]
+        cells += [accuracies(by_pair[pair]) for by_pair in runs.values()]
+        lines.append(f"| {pair[0]}, {pair[1]} | {' | '.join(cells)} |")
+    lines += ["", "| variant | mean greedy / sampled | runs of at least 90% | collapsed runs "
+              "| optimizer steps | CPU seconds per run, mean | in units of one update's |",
+              "|---" * 7 + "|"]
+    seconds = {name: statistics.fmean(rows[-1]["cpu_seconds"] for rows in by_pair.values())
+               for name, by_pair in runs.items()}
+    for name, by_pair in runs.items():
+        last = [rows[-1] for rows in by_pair.values()]
+        greedy = [row["eval_reward"] for row in last]
+        settings = by_pair[FRESH[0]][0]["settings"]
+        steps = settings["minibatches"] * settings["epochs"] * settings["max_steps"]
+        cells = [
+            f"{percent(statistics.fmean(greedy))} / "
+            f"{percent(statistics.fmean(row['sampled'] for row in last))}",
+            f"{sum(x >= SUCCESS for x in greedy)} of {len(greedy)}",
+            f"{sum(x < COLLAPSED for x in greedy)} of {len(greedy)}",
+            str(steps),
+            f"{seconds[name]:.0f}",
+            f"{seconds[name] / seconds['one update']:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def curve(rows, key):
+    """The values of a metric after rollouts 1, 2, ..., not a number where there is none."""
+    return [math.nan if row[key] is None else row[key] for row in rows[1:]]
+
+
 def draw(runs, path):
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    panels = {"reward": "right, of the samples", "log_ratio_std": "spread of log s: movement",
-              "clip_fraction": "clip fraction, share of tokens"}
-    for color, (name, by_place) in zip(("C0", "C3", "C1"), runs.items()):
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    panels = {"reward": "accuracy of the sampled responses (%)",
+              "log_ratio_std": "standard deviation of log s",
+              "clip_fraction": "clipped tokens (%)"}
+    scale = {"reward": 100, "log_ratio_std": 1, "clip_fraction": 100}
+    for name, by_pair in runs.items():
+        color, line, marker = STYLES[name]
         for axis, key in zip(axes, panels):
-            for rows in by_place.values():
-                values = [math.nan if row[key] is None else row[key] for row in rows[1:]]
-                axis.plot(range(1, len(rows)), values, color=color, alpha=0.25)
-            steps = range(1, len(rows))
-            mean = []
-            for step in steps:
-                values = [rows[step][key] or 0 for rows in by_place.values()]
-                mean.append(sum(values) / len(values))
-            axis.plot(steps, mean, color=color, linewidth=2.5, label=name)
+            curves = [curve(rows, key) for rows in by_pair.values()]
+            steps = range(1, len(curves[0]) + 1)
+            for values in curves:
+                scaled = [scale[key] * value for value in values]
+                axis.plot(steps, scaled, line, color=color, alpha=0.25, linewidth=0.8)
+            known = [[value for value in values if not math.isnan(value)]
+                     for values in zip(*curves)]
+            if all(known):
+                means = [scale[key] * statistics.fmean(values) for values in known]
+                axis.plot(steps, means, line, marker=marker, markersize=4, color=color,
+                          linewidth=2.5, label=name)
     for axis, title in zip(axes, panels.values()):
-        axis.set(title=title, xlabel="rollout", xticks=range(2, 17, 2))
+        axis.set(xlabel="rollout", ylabel=title, xticks=range(2, 17, 2))
         axis.grid(alpha=0.3)
+    axes[0].set_ylim(0, 100)
     axes[1].set_yscale("log")
-    axes[0].legend()
-    figure.savefig(path, dpi=110)
+    last = {name: [rows[-1]["eval_reward"] for rows in by_pair.values()]
+            for name, by_pair in runs.items()}
+    collapsed = sum(x < COLLAPSED for x in last["no clip"])
+    good = sum(x >= SUCCESS for x in last["GSPO"])
+    figure.suptitle(f"Without a clip, {collapsed} of {len(FRESH)} runs collapse; with GSPO, {good} "
+                    f"of {len(FRESH)} answer at least 90% of the held-out questions")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
+                  title="bold: mean of the 12 runs; thin: one run")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def tabulate():
+    """Write the tables, and the picture once all fresh runs are there."""
+    text = "Final held-out accuracy in percent: greedy / sampled at temperature 1.\n"
+    text += "\n## Pairs on which the settings were chosen\n\n" + choice_table()
+    text += f"\nGRPO's lower range of choice: {chosen_range()}\n"
+    runs = {name: {pair: read(log_path(REPORT, name, *pair)) for pair in FRESH} for name in STYLES}
+    if all(rows for by_pair in runs.values() for rows in by_pair.values()):
+        text += "\n## Fresh pairs\n\n" + report_table(runs)
+        draw(runs, RESULTS / "seeds.png")
+    (RESULTS / "table.md").write_text(text)
+    print(text)
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("part", choices=["choose", "report", "table"])
+    parser.add_argument("--worlds", type=int, nargs="+", help="only these (default: all)")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    tried = {}
-    for low in RANGES:
-        tried[low] = run(f"GRPO {low}", grpo(low), 0, 100)[-1]["sampled"]
-    best = max(tried, key=tried.get)
-    arms = ARMS | {"GRPO": grpo(best)}
-    runs = {}
-    for name, flags in arms.items():
-        runs[name] = {place: run(name, flags, *place) for place in PLACES}
-    more = {}
-    for name, flags in arms.items():
-        name += ", one epoch"
-        more[name] = {place: run(name, [*ONE_EPOCH, *flags], *place) for place in PLACES[:3]}
-    more["one update"] = {place: run("one update", ONE_UPDATE, *place) for place in PLACES[:3]}
-    sampled = ", ".join(f"{low}: {share:.2f}" for low, share in tried.items())
-    chosen = f"GRPO's lower ranges on world 0, seed 100, sampled: {sampled}"
-    text = "\n".join([table(runs), table(more), chosen, ""])
-    (RESULTS / "table.md").write_text(text)
-    draw(runs, RESULTS / "seeds.png")
-    print(text)
+    worlds = args.worlds or {world for world, _ in CHOICE + FRESH}
+    if args.part == "choose":
+        choose(worlds)
+    if args.part == "report":
+        report(worlds)
+    if not args.worlds:
+        tabulate()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""Is the policy's own movement a good clip range? The runs that range_rule.md predicts.
+
+    OMP_NUM_THREADS=1 python experiments/range_rule.py                 makes what is missing
+    OMP_NUM_THREADS=1 python experiments/range_rule.py --pairs 1 3     the first and third pair only
+
+A pair is one starting model of the long task and one of the small world: about 17 minutes on one
+core. Each run is a line of results/range_rule.jsonl, and no run is made twice, so an interrupted
+command can simply be given again. Several processes can share the work if each has its own pairs.
+Afterwards, and with --pairs 0 at once, the tables are printed and kept in results/range_rule.txt.
+"""
+import argparse
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train_math  # noqa: E402
+from experiments import rival_parts as parts  # noqa: E402
+from experiments import rivals  # noqa: E402
+from experiments.plot import append, read  # noqa: E402
+
+RESULTS = Path(__file__).with_name("results")
+LOG = RESULTS / "range_rule.jsonl"
+FACTORS = (0.1, 0.5, 2, 8)  # the lower range in units of the movement
+RULE = 0.5  # the factor that stands for the rule
+MEASURED = (2, 3, 4)  # the rollouts that the movement is measured in
+PAPERS = 3e-4  # the lower range at which it is measured
+MODELS = {"long": (11, 12, 13, 14, 15, 16), "world": (21, 22, 23, 24, 25, 26)}
+UPDATES = {  # {task: {optimizer steps per rollout: settings}}
+    "long": {4: {"epochs": 1}, 16: {"epochs": 4}},
+    "world": {4: {"epochs": 1, "minibatches": 4}, 32: {"epochs": 4, "minibatches": 8}}}
+LEARNING_RATES = (1e-4, 3e-4)
+STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # models: the t of a 95% interval
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def train(task, updates, learning_rate, start, low, rollouts=None):
+    """Train GSPO from a starting model with this lower clip range.
+
+    rollouts: stop after so many, on the learning rate's full schedule. Returns the model, its
+    tokenizer and a row of metrics per rollout."""
+    model, tokenizer = train_math.load(rivals.cold_folder(task, start), "cpu")
+    cfg = replace(rivals.settings_of(task), **UPDATES[task][updates], seed=100 * start,
+                  learning_rate=learning_rate, eps_low=low, eps_high=low * 4 / 3)
+    questions = rivals.TASKS[task].questions(cfg.seed, cfg.prompts_per_step * cfg.max_steps)
+    stopped = []
+    scored = []
+
+    def reward(**columns):
+        scored.append(True)
+        if len(scored) == rollouts:
+            stopped.append(True)
+        return parts.task_reward(**columns)
+
+    rows = train_math.train(cfg, model, tokenizer, questions, reward=reward, stopped=stopped)
+    return model, tokenizer, rows[1:]
+
+
+def held_out_accuracy(model, tokenizer, task, temperature, samples):
+    """The share of correct answers to the held-out questions, over this many samples of each."""
+    torch.manual_seed(0)
+    questions = rivals.TASKS[task].questions("held out", 256)
+    cfg = rivals.settings_of(task)
+    cfg = replace(cfg, rollout_rows=cfg.rollout_rows * cfg.group_size)
+    shares = []
+    for _ in range(samples):
+        found = train_math.evaluate(model, tokenizer, questions, cfg, parts.task_reward,
+                                    temperature)
+        shares.append(found["eval_reward"])
+    return statistics.fmean(shares)
+
+
+def movement_of(rows):
+    """The median of log_ratio_std over the rollouts that are measured."""
+    values = [row["log_ratio_std"] for row in rows if row["step"] in MEASURED]
+    return statistics.median(value for value in values if value is not None)
+
+
+def kept(rows):
+    """The metrics of each rollout that are worth keeping, {name: values}."""
+    names = ("reward", "entropy", "clip_fraction", "log_ratio_std", "seconds")
+    return {name: [rivals.four_digits(row[name]) for row in rows] for name in names}
+
+
+def run(key, factor):
+    """Make one run, or the measurement if the factor is None, and append its line to the log."""
+    done = {(row["task"], row["updates"], row["learning_rate"], row["start"], row["factor"]): row
+            for row in read(LOG)}
+    if (*key, factor) in done:
+        return
+    task, updates, learning_rate, start = key
+    before = rivals.cold_start(task, start)
+    line = dict(zip(("task", "updates", "learning_rate", "start"), key), factor=factor)
+    if factor is None:
+        _, _, rows = train(*key, PAPERS, max(MEASURED))
+        line |= {"before": before, "movement": movement_of(rows), **kept(rows)}
+    else:
+        low = factor * done[*key, None]["movement"]
+        line["eps_low"] = low
+        try:
+            model, tokenizer, rows = train(*key, low)
+            line |= {"accuracy": held_out_accuracy(model, tokenizer, task, 1.0, 4),
+                     "greedy": held_out_accuracy(model, tokenizer, task, 0.0, 1), **kept(rows)}
+        except FloatingPointError as problem:  # it diverged: no answer is correct
+            line |= {"accuracy": 0.0, "greedy": 0.0, "problem": str(problem)}
+    append(LOG, line)
+    print(" ".join(f"{name} {line[name]}" for name in line if not isinstance(line[name], list)),
+          flush=True)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def settings():
+    return [(task, updates, learning_rate) for task in UPDATES for updates in UPDATES[task]
+            for learning_rate in LEARNING_RATES]
+
+
+def differences(accuracy, factor, other):
+    """The mean of accuracy[factor] - accuracy[other] over the models, in points: "mean ± half"."""
+    values = [100 * (a - b) for a, b in zip(accuracy[factor], accuracy[other])]
+    text = f"{statistics.fmean(values):+.1f}"
+    if len(values) in STUDENT:
+        half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+        text += f" ± {half:.1f}"
+    return text
+
+
+def tables(rows):
+    """Accuracy by setting and factor, and the three predictions, over the finished models."""
+    lines = ["| task | updates | learning rate | models | movement: least, median, most | "
+             + " | ".join(f"{factor} times" for factor in FACTORS) + " | best minus 0.5 times "
+             "| 8 times minus 0.5 times | 0.1 times minus 0.5 times |", "|---" * 12 + "|"]
+    shortfall = []
+    too_wide = []
+    slow = []
+    for key in settings():
+        own = [row for row in rows
+               if (row["task"], row["updates"], row["learning_rate"]) == key]
+        found = {(row["start"], row["factor"]): row for row in own}
+        finished = [start for start in MODELS[key[0]]
+                    if all((start, factor) in found for factor in FACTORS)]
+        if not finished:
+            continue
+        accuracy = {factor: [found[start, factor]["accuracy"] for start in finished]
+                    for factor in FACTORS}
+        means = {factor: statistics.fmean(accuracy[factor]) for factor in FACTORS}
+        movements = [found[start, None]["movement"] for start in finished]
+        gap = max(means.values()) - means[RULE]
+        shortfall.append(gap)
+        if key[1] >= 16:
+            too_wide.append(means[8] < means[RULE])
+        else:
+            slow.append(means[0.1] < means[RULE])
+        cells = [*key[:2], f"{key[2]:g}", len(finished), f"{min(movements):.2g}, "
+                 f"{statistics.median(movements):.2g}, {max(movements):.2g}",
+                 *(f"{100 * means[factor]:.1f}%" for factor in FACTORS), f"{100 * gap:.1f}",
+                 differences(accuracy, 8, RULE), differences(accuracy, 0.1, RULE)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    close = sum(gap <= 0.05 for gap in shortfall)
+    lines += [
+        "",
+        f"1. 0.5 times the movement is at most 5 points below the best range in {close} of "
+        f"{len(shortfall)} settings, and at most {100 * max(shortfall, default=0):.1f} points "
+        "below it in all of them.",
+        f"2. With 16 or 32 updates, 8 times the movement is worse than 0.5 times in "
+        f"{sum(too_wide)} of {len(too_wide)} settings.",
+        f"3. With 4 updates, 0.1 times the movement is worse than 0.5 times in {sum(slow)} of "
+        f"{len(slow)} settings."]
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
+                        help="which starting models, counted from 1; 0: no run, only the tables")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rivals.COLD.mkdir(parents=True, exist_ok=True)
+    for pair in filter(None, args.pairs):
+        for task, updates, learning_rate in settings():
+            key = task, updates, learning_rate, MODELS[task][pair - 1]
+            for factor in (None, *FACTORS):
+                run(key, factor)
+    text = tables(read(LOG))
+    (RESULTS / "range_rule.txt").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
