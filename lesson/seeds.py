@@ -1,7 +1,8 @@
 """GSPO, GRPO, no clip and one update per rollout on the small world, on several worlds and seeds.
 
-    OMP_NUM_THREADS=1 python lesson/seeds.py choose      worlds 0 and 1: about 40 minutes
-    OMP_NUM_THREADS=1 python lesson/seeds.py report      four fresh worlds: about 80 minutes
+    OMP_NUM_THREADS=1 python lesson/seeds.py choose      worlds 0 and 1: 15 minutes or more
+    OMP_NUM_THREADS=1 python lesson/seeds.py report      four fresh worlds: an hour or more
+    OMP_NUM_THREADS=1 python lesson/seeds.py lesson      the runs that the lesson shows
 
 `choose` runs the pairs of world and seed on which the settings were chosen, `report` the fresh
 pairs on which they were then judged. lesson/results/PLAN.md states the settings, the criterion and
@@ -33,10 +34,11 @@ from lesson import tiny  # noqa: E402
 RESULTS = Path(__file__).with_name("results")
 CHOOSE = RESULTS / "choose"
 REPORT = RESULTS / "report"
-LEARNING_RATE = ["--learning_rate", "6e-4"]  # twice the default of lesson/tiny.py
-CHOICE = [(1, 41), (0, 41), (1, 42), (0, 42)]  # (world, seed)
+LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # 1.5 times the default of lesson/tiny.py
+CHOICE = [(1, 41), (1, 42)]  # (world, seed)
+CHOICE_NO_CLIP = [(1, 41), (0, 41), (0, 42)]
 FRESH = [(world, seed) for seed in (51, 52, 53) for world in (11, 12, 13, 14)]
-GRPO_RANGES = (0.1, 0.2, 0.05, 0.4)  # the lower one
+RANGES = {"GSPO": (0.01, 0.03), "GRPO": (0.2, 0.4)}  # the lower ones
 COLLAPSED = 0.35  # a run collapsed if its final held-out greedy accuracy is below this
 SUCCESS = 0.90  # a run succeeded if that accuracy is at least this
 STYLES = {  # color, line style and marker of each variant, in every picture
@@ -46,13 +48,13 @@ STYLES = {  # color, line style and marker of each variant, in every picture
     "one update": ("#009E73", ":", "D")}
 
 
-def grpo(low):
-    """GRPO's flags. The upper range is 4/3 of the lower one, as in the paper."""
-    return ["--algorithm", "grpo", "--eps_low", str(low), "--eps_high", f"{low * 4 / 3:.3g}"]
+def clipped(algorithm, low):
+    """The flags of an algorithm and its clip range. The upper one is 4/3 of the lower one."""
+    return ["--algorithm", algorithm.lower(), "--eps_low", str(low),
+            "--eps_high", f"{low * 4 / 3:.3g}"]
 
 
-VARIANTS = {  # GRPO is added in report(), with the range that was chosen
-    "GSPO": [],
+VARIANTS = {  # GSPO and GRPO are added in report(), with the ranges that were chosen
     "no clip": ["--eps_low", "1", "--eps_high", "1e9"],  # a range that no ratio can leave
     "one update": ["--minibatches", "1", "--epochs", "1"]}
 
@@ -87,34 +89,40 @@ def run(folder, name, flags, world, seed):
           f"CPU {cpu_seconds:.0f} s", flush=True)
 
 
+def candidates():
+    """{name: flags} of the variants between which the CHOICE pairs decide."""
+    return {f"{algorithm} {low}": clipped(algorithm, low)
+            for algorithm, lows in RANGES.items() for low in lows}
+
+
 def choose(worlds):
-    """The runs on worlds 0 and 1, from which the setting and GRPO's range were chosen."""
-    for name, flags in VARIANTS.items():
-        for world, seed in CHOICE[:3]:
-            if world in worlds:
-                run(CHOOSE, name, flags, world, seed)
+    """The runs on worlds 0 and 1, from which the ranges were chosen."""
+    for world, seed in CHOICE_NO_CLIP:
+        if world in worlds:
+            run(CHOOSE, "no clip", VARIANTS["no clip"], world, seed)
     for world, seed in CHOICE:
-        for low in GRPO_RANGES:
-            if world in worlds:
-                run(CHOOSE, f"GRPO {low}", grpo(low), world, seed)
+        if world in worlds:
+            for name, flags in candidates().items():
+                run(CHOOSE, name, flags, world, seed)
 
 
-def chosen_range():
-    """GRPO's lower range: the one with the highest mean sampled accuracy over the CHOICE pairs."""
+def chosen_range(algorithm):
+    """The lower range with the highest mean sampled accuracy over the CHOICE pairs."""
     def mean(low):
-        logs = [read(log_path(CHOOSE, f"GRPO {low}", *pair)) for pair in CHOICE]
+        logs = [read(log_path(CHOOSE, f"{algorithm} {low}", *pair)) for pair in CHOICE]
         return statistics.fmean(rows[-1]["sampled"] for rows in logs)
 
-    return max(GRPO_RANGES, key=mean)
+    return max(RANGES[algorithm], key=mean)
 
 
-def report(worlds):
+def report(worlds, pairs=FRESH, folder=REPORT):
     """The runs on the fresh pairs: all variants of a pair before the next pair."""
-    variants = VARIANTS | {"GRPO": grpo(chosen_range())}
-    for world, seed in FRESH:
+    variants = VARIANTS | {algorithm: clipped(algorithm, chosen_range(algorithm))
+                           for algorithm in RANGES}
+    for world, seed in pairs:
         if world in worlds:
             for name in STYLES:
-                run(REPORT, name, variants[name], world, seed)
+                run(folder, name, variants[name], world, seed)
 
 
 # ---- table and picture ---------------------------------------------------------------------------
@@ -130,17 +138,18 @@ def accuracies(rows):
 
 
 def choice_table():
-    """The table of the runs from which the settings were chosen."""
+    """The table of the runs from which the ranges were chosen."""
     pairs = " | ".join(f"world {world}, seed {seed}" for world, seed in CHOICE)
     lines = [f"| variant | {pairs} | mean |", "|---" * (len(CHOICE) + 2) + "|"]
-    for name in [*VARIANTS, *(f"GRPO {low}" for low in sorted(GRPO_RANGES))]:
+    for name in candidates():
         logs = [read(log_path(CHOOSE, name, *pair)) for pair in CHOICE]
-        cells = [accuracies(rows) if rows else "not run" for rows in logs]
-        last = [rows[-1] for rows in logs if rows]
-        means = (percent(statistics.fmean(row[key] for row in last))
+        means = (percent(statistics.fmean(rows[-1][key] for rows in logs))
                  for key in ("eval_reward", "sampled"))
-        lines.append(f"| {name} | {' | '.join(cells)} | {' / '.join(means)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {name} | {' | '.join(map(accuracies, logs))} | {' / '.join(means)} |")
+    without = [f"world {world}, seed {seed}: "
+               + accuracies(read(log_path(CHOOSE, "no clip", world, seed)))
+               for world, seed in CHOICE_NO_CLIP]
+    return "\n".join(lines) + f"\n\nWithout a clip: {'; '.join(without)}\n"
 
 
 def report_table(runs):
@@ -220,7 +229,8 @@ def tabulate():
     """Write the tables, and the picture once all fresh runs are there."""
     text = "Final held-out accuracy in percent: greedy / sampled at temperature 1.\n"
     text += "\n## Pairs on which the settings were chosen\n\n" + choice_table()
-    text += f"\nGRPO's lower range of choice: {chosen_range()}\n"
+    for algorithm in RANGES:
+        text += f"\nThe lower range chosen for {algorithm}: {chosen_range(algorithm)}\n"
     runs = {name: {pair: read(log_path(REPORT, name, *pair)) for pair in FRESH} for name in STYLES}
     if all(rows for by_pair in runs.values() for rows in by_pair.values()):
         text += "\n## Fresh pairs\n\n" + report_table(runs)
@@ -231,15 +241,17 @@ def tabulate():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["choose", "report", "table"])
+    parser.add_argument("part", choices=["choose", "report", "lesson", "table"])
     parser.add_argument("--worlds", type=int, nargs="+", help="only these (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    worlds = args.worlds or {world for world, _ in CHOICE + FRESH}
+    worlds = args.worlds or {world for world, _ in CHOICE_NO_CLIP + FRESH}
     if args.part == "choose":
         choose(worlds)
     if args.part == "report":
         report(worlds)
+    if args.part == "lesson":
+        report({0}, [(0, 0)], RESULTS / "lesson")
     if not args.worlds:
         tabulate()
 
