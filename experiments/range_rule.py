@@ -6,7 +6,8 @@
 A pair is one starting model of the long task and one of the small world: about 17 minutes on one
 core. Each run is a line of results/range_rule.jsonl, and no run is made twice, so an interrupted
 command can simply be given again. Several processes can share the work if each has its own pairs.
-Afterwards, and with --pairs 0 at once, the tables are printed and kept in results/range_rule.txt.
+Afterwards, and with --pairs 0 at once, the tables are printed and kept in results/range_rule.txt,
+and results/range_rule.png is drawn.
 """
 import argparse
 import statistics
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_math  # noqa: E402
@@ -113,12 +115,21 @@ def run(key, factor):
           flush=True)
 
 
-# ---- tables --------------------------------------------------------------------------------------
+# ---- tables and picture --------------------------------------------------------------------------
 
 
 def settings():
     return [(task, updates, learning_rate) for task in UPDATES for updates in UPDATES[task]
             for learning_rate in LEARNING_RATES]
+
+
+def runs_of(rows, key):
+    """{(starting model, factor): line} of one setting, and the models that have all factors."""
+    found = {(row["start"], row["factor"]): row for row in rows
+             if (row["task"], row["updates"], row["learning_rate"]) == key}
+    finished = [start for start in MODELS[key[0]]
+                if all((start, factor) in found for factor in (None, *FACTORS))]
+    return found, finished
 
 
 def differences(accuracy, factor, other):
@@ -140,11 +151,7 @@ def tables(rows):
     too_wide = []
     slow = []
     for key in settings():
-        own = [row for row in rows
-               if (row["task"], row["updates"], row["learning_rate"]) == key]
-        found = {(row["start"], row["factor"]): row for row in own}
-        finished = [start for start in MODELS[key[0]]
-                    if all((start, factor) in found for factor in FACTORS)]
+        found, finished = runs_of(rows, key)
         if not finished:
             continue
         accuracy = {factor: [found[start, factor]["accuracy"] for start in finished]
@@ -175,6 +182,39 @@ def tables(rows):
     return "\n".join(lines) + "\n"
 
 
+def draw(rows, path):
+    """Accuracy against the clip range in units of the movement, for few and for many updates."""
+    figure = Figure((11, 4.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for key in settings():
+        task, updates, learning_rate = key
+        found, finished = runs_of(rows, key)
+        if not finished:
+            continue
+        axis = axes[int(updates >= 16)]
+        line, marker = {"long": ("-", "o"), "world": ("--", "s")}[task]
+        color = {1e-4: "#56B4E9", 3e-4: "#0072B2"}[learning_rate]
+        curves = [[100 * found[start, factor]["accuracy"] for factor in FACTORS]
+                  for start in finished]
+        for values in curves:
+            axis.plot(FACTORS, values, line, color=color, alpha=0.3, linewidth=0.7)
+        means = [statistics.fmean(values) for values in zip(*curves)]
+        name = {"long": "long task", "world": "small world"}[task]
+        axis.plot(FACTORS, means, line, marker=marker, color=color, linewidth=2.5,
+                  label=f"{name}, {updates} updates, learning rate {learning_rate:g}, "
+                        f"{len(finished)} models")
+    for axis, title in zip(axes, ("4 updates per rollout", "16 or 32 updates per rollout")):
+        axis.set(xscale="log", xticks=FACTORS, xticklabels=[f"{x:g}" for x in FACTORS],
+                 xlabel="lower clip range in units of the policy's movement", ylim=(0, 100),
+                 title=title)
+        axis.axvline(RULE, color="gray", linewidth=0.8)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, loc="lower left",
+                    title="bold: mean; thin: one starting model; gray: the rule")
+    axes[0].set_ylabel("sampled accuracy after GSPO (%)")
+    figure.savefig(path, dpi=150)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
@@ -187,8 +227,11 @@ def main():
             key = task, updates, learning_rate, MODELS[task][pair - 1]
             for factor in (None, *FACTORS):
                 run(key, factor)
-    text = tables(read(LOG))
+    rows = read(LOG)
+    text = tables(rows)
     (RESULTS / "range_rule.txt").write_text(text)
+    if rows:
+        draw(rows, RESULTS / "range_rule.png")
     print(text)
 
 
