@@ -1,12 +1,12 @@
 """Is the policy's own movement a good clip range? The runs that range_rule.md predicts.
 
     OMP_NUM_THREADS=1 python experiments/range_rule.py                 makes what is missing
-    OMP_NUM_THREADS=1 python experiments/range_rule.py --pairs 1 3     the first and third pair only
+    OMP_NUM_THREADS=1 python experiments/range_rule.py --models 1 3 --tasks long      some of it
 
-A pair is one starting model of the long task and one of the small world: about 17 minutes on one
-core. Each run is a line of results/range_rule.jsonl, and no run is made twice, so an interrupted
-command can simply be given again. Several processes can share the work if each has its own pairs.
-Afterwards, and with --pairs 0 at once, the tables are printed and kept in results/range_rule.txt,
+A starting model takes some 8 minutes of one idle core on the long task, and 15 on the small world.
+Each run is a line of results/range_rule.jsonl, and no run is made twice, so an interrupted command
+can simply be given again. Several processes can share the work if each has its own models or task.
+Afterwards, and with --models 0 at once, the tables are printed and kept in results/range_rule.txt,
 and results/range_rule.png is drawn.
 """
 import argparse
@@ -217,16 +217,18 @@ def draw(rows, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
+    parser.add_argument("--models", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
                         help="which starting models, counted from 1; 0: no run, only the tables")
+    parser.add_argument("--tasks", nargs="+", choices=list(UPDATES), default=list(UPDATES))
     args = parser.parse_args()
     torch.set_num_threads(1)
     rivals.COLD.mkdir(parents=True, exist_ok=True)
-    for pair in filter(None, args.pairs):
+    for model in filter(None, args.models):
         for task, updates, learning_rate in settings():
-            key = task, updates, learning_rate, MODELS[task][pair - 1]
-            for factor in (None, *FACTORS):
-                run(key, factor)
+            if task in args.tasks:
+                key = task, updates, learning_rate, MODELS[task][model - 1]
+                for factor in (None, *FACTORS):
+                    run(key, factor)
     rows = read(LOG)
     text = tables(rows)
     (RESULTS / "range_rule.txt").write_text(text)
