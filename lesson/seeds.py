@@ -22,18 +22,17 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from filelock import FileLock
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_math  # noqa: E402
-from experiments.plot import read, write  # noqa: E402
+from experiments.plot import append, read  # noqa: E402
 from lesson import tiny  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")
-CHOOSE = RESULTS / "choose"
-REPORT = RESULTS / "report"
 LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # 1.5 times the default of lesson/tiny.py
 CHOICE = [(1, 41), (1, 42)]  # (world, seed)
 CHOICE_NO_CLIP = [(1, 41), (0, 41), (0, 42)]
@@ -59,16 +58,19 @@ VARIANTS = {  # GSPO and GRPO are added in report(), with the ranges that were c
     "one update": ["--minibatches", "1", "--epochs", "1"]}
 
 
-def log_path(folder, name, world, seed):
-    return folder / f"{name.replace(' ', '_')}-{world}-{seed}.jsonl"
+def runs_of(part):
+    """{(variant, world, seed): rows of metrics} of all runs in results/PART.jsonl."""
+    return {(line["variant"], line["world"], line["seed"]): line["rows"]
+            for line in read(RESULTS / f"{part}.jsonl")}
 
 
-def run(folder, name, flags, world, seed):
-    """Make the log of one run, unless it exists. Its last row has the sampled accuracy, too."""
-    log = log_path(folder, name, world, seed)
-    if log.exists():
+def run(part, variant, flags, world, seed):
+    """Make one run and append it to results/PART.jsonl, unless it is there.
+
+    Its last row also has the sampled held-out accuracy and the CPU seconds of the whole run."""
+    if (variant, world, seed) in runs_of(part):
         return
-    output = Path("runs/seeds", log.stem)
+    output = Path("runs/seeds", f"{part}-{variant.replace(' ', '_')}-{world}-{seed}")
     tiny.world(world)  # made beforehand, so that its time is not counted
     began = time.process_time()
     shutil.rmtree(output, ignore_errors=True)
@@ -82,11 +84,12 @@ def run(folder, name, flags, world, seed):
     rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
     for row in rows:
         row.pop("eval_samples", None)
-    folder.mkdir(parents=True, exist_ok=True)
-    write(log, rows)
+    with FileLock("runs/seeds.lock"):  # several processes may append to one file
+        append(RESULTS / f"{part}.jsonl",
+               {"variant": variant, "world": world, "seed": seed, "rows": rows})
     shutil.rmtree(output)
-    print(f"{log.name}: greedy {rows[-1]['eval_reward']:.2f}, sampled {rows[-1]['sampled']:.2f}, "
-          f"CPU {cpu_seconds:.0f} s", flush=True)
+    print(f"{variant}, world {world}, seed {seed}: greedy {rows[-1]['eval_reward']:.2f}, "
+          f"sampled {rows[-1]['sampled']:.2f}, CPU {cpu_seconds:.0f} s", flush=True)
 
 
 def candidates():
@@ -99,30 +102,32 @@ def choose(worlds):
     """The runs on worlds 0 and 1, from which the ranges were chosen."""
     for world, seed in CHOICE_NO_CLIP:
         if world in worlds:
-            run(CHOOSE, "no clip", VARIANTS["no clip"], world, seed)
+            run("choose", "no clip", VARIANTS["no clip"], world, seed)
     for world, seed in CHOICE:
         if world in worlds:
             for name, flags in candidates().items():
-                run(CHOOSE, name, flags, world, seed)
+                run("choose", name, flags, world, seed)
 
 
 def chosen_range(algorithm):
     """The lower range with the highest mean sampled accuracy over the CHOICE pairs."""
+    runs = runs_of("choose")
+
     def mean(low):
-        logs = [read(log_path(CHOOSE, f"{algorithm} {low}", *pair)) for pair in CHOICE]
-        return statistics.fmean(rows[-1]["sampled"] for rows in logs)
+        return statistics.fmean(runs[f"{algorithm} {low}", *pair][-1]["sampled"]
+                                for pair in CHOICE)
 
     return max(RANGES[algorithm], key=mean)
 
 
-def report(worlds, pairs=FRESH, folder=REPORT):
+def report(worlds, pairs=FRESH, part="report"):
     """The runs on the fresh pairs: all variants of a pair before the next pair."""
     variants = VARIANTS | {algorithm: clipped(algorithm, chosen_range(algorithm))
                            for algorithm in RANGES}
     for world, seed in pairs:
         if world in worlds:
             for name in STYLES:
-                run(folder, name, variants[name], world, seed)
+                run(part, name, variants[name], world, seed)
 
 
 # ---- table and picture ---------------------------------------------------------------------------
@@ -139,15 +144,16 @@ def accuracies(rows):
 
 def choice_table():
     """The table of the runs from which the ranges were chosen."""
+    runs = runs_of("choose")
     pairs = " | ".join(f"world {world}, seed {seed}" for world, seed in CHOICE)
     lines = [f"| variant | {pairs} | mean |", "|---" * (len(CHOICE) + 2) + "|"]
     for name in candidates():
-        logs = [read(log_path(CHOOSE, name, *pair)) for pair in CHOICE]
+        logs = [runs[name, *pair] for pair in CHOICE]
         means = (percent(statistics.fmean(rows[-1][key] for rows in logs))
                  for key in ("eval_reward", "sampled"))
         lines.append(f"| {name} | {' | '.join(map(accuracies, logs))} | {' / '.join(means)} |")
     without = [f"world {world}, seed {seed}: "
-               + accuracies(read(log_path(CHOOSE, "no clip", world, seed)))
+               + accuracies(runs["no clip", world, seed])
                for world, seed in CHOICE_NO_CLIP]
     return "\n".join(lines) + f"\n\nWithout a clip: {'; '.join(without)}\n"
 
@@ -226,17 +232,17 @@ def draw(runs, path):
 
 
 def tabulate():
-    """Write the tables, and the picture once all fresh runs are there."""
+    """The tables as markdown. Also draws the picture, once all fresh runs are there."""
     text = "Final held-out accuracy in percent: greedy / sampled at temperature 1.\n"
     text += "\n## Pairs on which the settings were chosen\n\n" + choice_table()
     for algorithm in RANGES:
         text += f"\nThe lower range chosen for {algorithm}: {chosen_range(algorithm)}\n"
-    runs = {name: {pair: read(log_path(REPORT, name, *pair)) for pair in FRESH} for name in STYLES}
-    if all(rows for by_pair in runs.values() for rows in by_pair.values()):
+    found = runs_of("report")
+    if all((name, *pair) in found for name in STYLES for pair in FRESH):
+        runs = {name: {pair: found[name, *pair] for pair in FRESH} for name in STYLES}
         text += "\n## Fresh pairs\n\n" + report_table(runs)
         draw(runs, RESULTS / "seeds.png")
-    (RESULTS / "table.md").write_text(text)
-    print(text)
+    return text
 
 
 def main():
@@ -251,9 +257,11 @@ def main():
     if args.part == "report":
         report(worlds)
     if args.part == "lesson":
-        report({0}, [(0, 0)], RESULTS / "lesson")
+        report({0}, [(0, 0)], "lesson")
     if not args.worlds:
-        tabulate()
+        text = tabulate()
+        (RESULTS / "table.md").write_text(text)
+        print(text)
 
 
 if __name__ == "__main__":
