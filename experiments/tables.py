@@ -12,7 +12,6 @@ from common.logs import read
 from experiments import bench_vs_trl, precision, ratios, rival_report
 from experiments.qwen import gsm8k, gsm8k_gpu
 from experiments.rival_settings import EXPERIMENTS
-from lesson import seeds
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -32,7 +31,6 @@ def tables():
     found[precision.RESULTS / "table.md"] = precision.table(measured)
     rounds = bench_vs_trl.summarise(read(bench_vs_trl.RESULTS / "rounds.jsonl"))
     found[bench_vs_trl.RESULTS / "table.md"] = bench_vs_trl.table(rounds)
-    _, found[seeds.RESULTS / "table.md"] = seeds.runs_and_table()
     return found
 
 

@@ -135,10 +135,10 @@ BUGS = {  # what is wrong: parts of train_math.py, flags, or the optimizer's zer
 
 REASONS = {  # what is wrong: the metric that shows it, and why the mistake must change this metric
     "nothing": (
-        "none",
-        "The reward rises, grad_norm stays below 1, the size of the loss is 1e-4 to 1e-2, and "
-        "clip_fraction falls. Two correct runs with different seeds differ in every number, so a "
-        "small difference is no sign of a mistake."),
+        "equal_reward_groups, grad_norm and clip_fraction are normal",
+        "equal_reward_groups is above 0 in some rollouts, grad_norm stays below 1, the size of the "
+        "loss is about 1e-4 to 1e-2, and clip_fraction falls but not to 0. Two correct runs with "
+        "different seeds differ in every number, so a small difference is no sign of a mistake."),
     "the ratio is always 1: the current log-probs stand for the old": (
         "loss, about 1e-8",
         "If every ratio is 1, the loss is minus the mean advantage of a minibatch, which is 0 "
@@ -199,8 +199,8 @@ something else.
 
 Before you look at the logs, write down for each mistake which metric must change, and how. Then
 complete the table. A correct letter gives 1 point. A reason gives 2 points: one for the metric that
-shows the mistake, and one for a sentence that says why the mistake must change this metric. There
-are 24 points.
+shows the mistake, and one for a sentence that says why the mistake must change this metric. For a
+correct run, say which metrics exclude the mistakes that still learn. There are 24 points.
 
 | what is wrong | log | the metric that shows it, and why it must |
 |---|---|---|

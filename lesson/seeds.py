@@ -1,124 +1,265 @@
-"""The small world with GSPO, with GRPO, and without a clip, on several worlds and seeds.
+"""GSPO, GRPO, no clip and one update per rollout on the small world, on several worlds and seeds.
 
-    python -m lesson.seeds           the table and the picture from the logs, and the runs that lack
-    python -m common.logs unpack lesson/results/runs.jsonl runs/logs         the log of each run
+    OMP_NUM_THREADS=1 python -m lesson.seeds choose      worlds 0 and 1: 15 minutes or more
+    OMP_NUM_THREADS=1 python -m lesson.seeds report      four fresh worlds: an hour or more
+    OMP_NUM_THREADS=1 python -m lesson.seeds lesson      the runs that the lesson shows
 
-The logs of all runs are in lesson/results/runs.jsonl. A run that is there is not repeated, so the
-command takes seconds; without the logs it takes three quarters of an hour. It writes table.md and
-seeds.png beside them. GRPO's clip range is the best of four on world 0 with seed 100, which is used
-for nothing else.
+`choose` runs the pairs of world and seed on which the settings were chosen, `report` the fresh
+pairs on which they were then judged. lesson/results/PLAN.md states the settings, the criterion and
+the pairs, and was committed before the fresh runs. A run whose log exists in lesson/results/ is not
+repeated, so an interrupted command can simply be given again. `--worlds 13 14` restricts a process
+to these worlds, so that two processes can share the work. Without runs, `table` only rewrites
+lesson/results/table.md and seeds.png.
 """
+import argparse
 import json
 import math
 import shutil
+import statistics
+import time
 from pathlib import Path
 
+import matplotlib
 import torch
-from matplotlib.figure import Figure
+from filelock import FileLock
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 import train_math
-from common.logs import read, read_packed, write_packed
+from common.logs import append, read
 from lesson import tiny
 
 RESULTS = Path(__file__).with_name("results")
-LOGS = RESULTS / "runs.jsonl"
-ARMS = {
-    "GSPO": [],
-    "no clip": ["--eps_low", "1", "--eps_high", "1e9"]}
-ONE_EPOCH = ["--minibatches", "4", "--epochs", "1"]  # as in the paper
-ONE_UPDATE = ["--minibatches", "1", "--epochs", "1"]
-PLACES = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)]  # world, seed
-RANGES = (0.05, 0.1, 0.2, 0.4)  # GRPO's lower
+LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # 1.5 times the default of lesson/tiny.py
+CHOICE = [(1, 41), (1, 42)]  # (world, seed)
+CHOICE_NO_CLIP = [(1, 41), (0, 41), (0, 42)]
+FRESH = [(world, seed) for seed in (51, 52, 53) for world in (11, 12, 13, 14)]
+RANGES = {"GSPO": (0.01, 0.03), "GRPO": (0.2, 0.4)}  # the lower ones
+COLLAPSED = 0.35  # a run collapsed if its final held-out greedy accuracy is below this
+SUCCESS = 0.90  # a run succeeded if that accuracy is at least this
+STYLES = {  # color, line style and marker of each variant, in every picture
+    "GSPO": ("#0072B2", "-", "o"),
+    "GRPO": ("#E69F00", "--", "s"),
+    "no clip": ("#D55E00", "-.", "^"),
+    "one update": ("#009E73", ":", "D")}
 
 
-def grpo(low):
-    """GRPO's flags; the upper range is 4/3 of the lower."""
-    return ["--algorithm", "grpo", "--eps_low", str(low), "--eps_high", f"{low * 4 / 3:.3g}"]
+def clipped(algorithm, low):
+    """The flags of an algorithm and its clip range. The upper one is 4/3 of the lower one."""
+    return ["--algorithm", algorithm.lower(), "--eps_low", str(low),
+            "--eps_high", f"{low * 4 / 3:.3g}"]
 
 
-def run(name, flags, world, seed):
-    """The rows of a run, and its model's sampled accuracy on the held-out questions."""
-    output = Path("runs/seeds", f"{name.replace(',', '').replace(' ', '_')}-{world}-{seed}")
-    logs = read_packed(LOGS)
-    if output.name not in logs:
-        tiny.main(["--world", str(world), "--seed", str(seed), "--output_dir", str(output), *flags])
-        model, tokenizer = train_math.load(output / "model", "cpu")
-        rows = read(output / "metrics.jsonl")
-        rows[-1]["sampled"] = tiny.accuracy(model, tokenizer, tiny.questions()[1], 1.0)
-        rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
-        for row in rows:
-            row.pop("eval_samples", None)
-        logs[output.name] = rows
-        write_packed(LOGS, logs)
-        shutil.rmtree(output)
-    return logs[output.name]
+VARIANTS = {  # GSPO and GRPO are added in report(), with the ranges that were chosen
+    "no clip": ["--eps_low", "1", "--eps_high", "1e9"],  # a range that no ratio can leave
+    "one update": ["--minibatches", "1", "--epochs", "1"]}
 
 
-def table(runs):
-    """A line for each world and seed: before, and after with each arm, greedy / sampled."""
-    start = "the start, greedy / sampled / at its best temperature"
-    lines = [f"| world, seed | {start} | {' | '.join(runs)} |", "|---|---|" + "---|" * len(runs)]
-    first = next(iter(runs.values()))
-    for (world, seed), rows in first.items():
-        start = rows[0]["start"]
-        cells = [f"{start['0.0']:.2f} / {start['1.0']:.2f} / {max(start.values()):.2f}"]
-        for by_place in runs.values():
-            last = by_place[world, seed][-1]
-            cells.append(f"{last['eval_reward']:.2f} / {last['sampled']:.2f}")
-        lines.append(f"| {world}, {seed} | {' | '.join(cells)} |")
+def runs_of(part):
+    """{(variant, world, seed): rows of metrics} of all runs in results/PART.jsonl."""
+    return {(line["variant"], line["world"], line["seed"]): line["rows"]
+            for line in read(RESULTS / f"{part}.jsonl")}
+
+
+def run(part, variant, flags, world, seed):
+    """Make one run and append it to results/PART.jsonl, unless it is there.
+
+    Its last row also has the sampled held-out accuracy and the CPU seconds of the whole run."""
+    if (variant, world, seed) in runs_of(part):
+        return
+    output = Path("runs/seeds", f"{part}-{variant.replace(' ', '_')}-{world}-{seed}")
+    tiny.world(world)  # made beforehand, so that its time is not counted
+    began = time.process_time()
+    shutil.rmtree(output, ignore_errors=True)
+    tiny.main(["--world", str(world), "--seed", str(seed), "--output_dir", str(output),
+               *LEARNING_RATE, *flags])
+    cpu_seconds = time.process_time() - began
+    model, tokenizer = train_math.load(output / "model", "cpu")
+    rows = read(output / "metrics.jsonl")
+    rows[-1]["sampled"] = tiny.accuracy(model, tokenizer, tiny.questions()[1], 1.0)
+    rows[-1]["cpu_seconds"] = cpu_seconds
+    rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
+    for row in rows:
+        row.pop("eval_samples", None)
+    with FileLock("runs/seeds.lock"):  # several processes may append to one file
+        append(RESULTS / f"{part}.jsonl",
+               {"variant": variant, "world": world, "seed": seed, "rows": rows})
+    shutil.rmtree(output)
+    print(f"{variant}, world {world}, seed {seed}: greedy {rows[-1]['eval_reward']:.2f}, "
+          f"sampled {rows[-1]['sampled']:.2f}, CPU {cpu_seconds:.0f} s", flush=True)
+
+
+def candidates():
+    """{name: flags} of the variants between which the CHOICE pairs decide."""
+    return {f"{algorithm} {low}": clipped(algorithm, low)
+            for algorithm, lows in RANGES.items() for low in lows}
+
+
+def choose(worlds):
+    """The runs on worlds 0 and 1, from which the ranges were chosen."""
+    for world, seed in CHOICE_NO_CLIP:
+        if world in worlds:
+            run("choose", "no clip", VARIANTS["no clip"], world, seed)
+    for world, seed in CHOICE:
+        if world in worlds:
+            for name, flags in candidates().items():
+                run("choose", name, flags, world, seed)
+
+
+def chosen_range(algorithm):
+    """The lower range with the highest mean sampled accuracy over the CHOICE pairs."""
+    runs = runs_of("choose")
+
+    def mean(low):
+        return statistics.fmean(runs[f"{algorithm} {low}", *pair][-1]["sampled"]
+                                for pair in CHOICE)
+
+    return max(RANGES[algorithm], key=mean)
+
+
+def report(worlds, pairs=FRESH, part="report"):
+    """The runs on the fresh pairs: all variants of a pair before the next pair."""
+    variants = VARIANTS | {algorithm: clipped(algorithm, chosen_range(algorithm))
+                           for algorithm in RANGES}
+    for world, seed in pairs:
+        if world in worlds:
+            for name in STYLES:
+                run(part, name, variants[name], world, seed)
+
+
+# ---- table and picture ---------------------------------------------------------------------------
+
+
+def percent(share):
+    return f"{100 * share:.1f}"
+
+
+def accuracies(rows):
+    """The final held-out accuracy in percent: greedy / sampled."""
+    return f"{percent(rows[-1]['eval_reward'])} / {percent(rows[-1]['sampled'])}"
+
+
+def choice_table():
+    """The table of the runs from which the ranges were chosen."""
+    runs = runs_of("choose")
+    pairs = " | ".join(f"world {world}, seed {seed}" for world, seed in CHOICE)
+    lines = [f"| variant | {pairs} | mean |", "|---" * (len(CHOICE) + 2) + "|"]
+    for name in candidates():
+        logs = [runs[name, *pair] for pair in CHOICE]
+        means = (percent(statistics.fmean(rows[-1][key] for rows in logs))
+                 for key in ("eval_reward", "sampled"))
+        lines.append(f"| {name} | {' | '.join(map(accuracies, logs))} | {' / '.join(means)} |")
+    without = [f"world {world}, seed {seed}: "
+               + accuracies(runs["no clip", world, seed])
+               for world, seed in CHOICE_NO_CLIP]
+    return "\n".join(lines) + f"\n\nWithout a clip: {'; '.join(without)}\n"
+
+
+def report_table(runs):
+    """The table of the fresh pairs, and a summary with a line for each variant."""
+    lines = [f"| world, seed | before training | {' | '.join(runs)} |",
+             "|---" * (len(runs) + 2) + "|"]
+    for pair in FRESH:
+        start = runs["GSPO"][pair][0]["start"]
+        cells = [f"{percent(start['0.0'])} / {percent(start['1.0'])}"]
+        cells += [accuracies(by_pair[pair]) for by_pair in runs.values()]
+        lines.append(f"| {pair[0]}, {pair[1]} | {' | '.join(cells)} |")
+    lines += ["", "| variant | mean greedy / sampled | runs of at least 90% | collapsed runs "
+              "| optimizer steps | CPU seconds per run, mean | in units of one update's |",
+              "|---" * 7 + "|"]
+    seconds = {name: statistics.fmean(rows[-1]["cpu_seconds"] for rows in by_pair.values())
+               for name, by_pair in runs.items()}
+    for name, by_pair in runs.items():
+        last = [rows[-1] for rows in by_pair.values()]
+        greedy = [row["eval_reward"] for row in last]
+        settings = by_pair[FRESH[0]][0]["settings"]
+        steps = settings["minibatches"] * settings["epochs"] * settings["max_steps"]
+        cells = [
+            f"{percent(statistics.fmean(greedy))} / "
+            f"{percent(statistics.fmean(row['sampled'] for row in last))}",
+            f"{sum(x >= SUCCESS for x in greedy)} of {len(greedy)}",
+            f"{sum(x < COLLAPSED for x in greedy)} of {len(greedy)}",
+            str(steps),
+            f"{seconds[name]:.0f}",
+            f"{seconds[name] / seconds['one update']:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
+def curve(rows, key):
+    """The values of a metric after rollouts 1, 2, ..., not a number where there is none."""
+    return [math.nan if row[key] is None else row[key] for row in rows[1:]]
+
+
 def draw(runs, path):
-    figure = Figure((12, 3.4), layout="constrained")
-    axes = figure.subplots(1, 3)
-    panels = {"reward": "right, of the samples", "log_ratio_std": "spread of log s: movement",
-              "clip_fraction": "clip fraction, share of tokens"}
-    for color, (name, by_place) in zip(("C0", "C3", "C1"), runs.items()):
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    panels = {"reward": "accuracy of the sampled responses (%)",
+              "log_ratio_std": "standard deviation of log s",
+              "clip_fraction": "clipped tokens (%)"}
+    scale = {"reward": 100, "log_ratio_std": 1, "clip_fraction": 100}
+    for name, by_pair in runs.items():
+        color, line, marker = STYLES[name]
         for axis, key in zip(axes, panels):
-            for rows in by_place.values():
-                values = [math.nan if row[key] is None else row[key] for row in rows[1:]]
-                axis.plot(range(1, len(rows)), values, color=color, alpha=0.25)
-            steps = range(1, len(rows))
-            mean = []
-            for step in steps:
-                values = [rows[step][key] or 0 for rows in by_place.values()]
-                mean.append(sum(values) / len(values))
-            axis.plot(steps, mean, color=color, linewidth=2.5, label=name)
+            curves = [curve(rows, key) for rows in by_pair.values()]
+            steps = range(1, len(curves[0]) + 1)
+            for values in curves:
+                scaled = [scale[key] * value for value in values]
+                axis.plot(steps, scaled, line, color=color, alpha=0.25, linewidth=0.8)
+            known = [[value for value in values if not math.isnan(value)]
+                     for values in zip(*curves)]
+            if all(known):
+                means = [scale[key] * statistics.fmean(values) for values in known]
+                axis.plot(steps, means, line, marker=marker, markersize=4, color=color,
+                          linewidth=2.5, label=name)
     for axis, title in zip(axes, panels.values()):
-        axis.set(title=title, xlabel="rollout", xticks=range(2, 17, 2))
+        axis.set(xlabel="rollout", ylabel=title, xticks=range(2, 17, 2))
         axis.grid(alpha=0.3)
+    axes[0].set_ylim(0, 100)
     axes[1].set_yscale("log")
-    axes[0].legend()
-    figure.savefig(path, dpi=110)
+    last = {name: [rows[-1]["eval_reward"] for rows in by_pair.values()]
+            for name, by_pair in runs.items()}
+    collapsed = sum(x < COLLAPSED for x in last["no clip"])
+    good = sum(x >= SUCCESS for x in last["GSPO"])
+    figure.suptitle(f"Without a clip, {collapsed} of {len(FRESH)} runs collapse; with GSPO, {good} "
+                    f"of {len(FRESH)} answer at least 90% of the held-out questions")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
+                  title="bold: mean of the 12 runs; thin: one run")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def tabulate():
+    """The tables as markdown. Also draws the picture, once all fresh runs are there."""
+    text = "Final held-out accuracy in percent: greedy / sampled at temperature 1.\n"
+    text += "\n## Pairs on which the settings were chosen\n\n" + choice_table()
+    for algorithm in RANGES:
+        text += f"\nThe lower range chosen for {algorithm}: {chosen_range(algorithm)}\n"
+    found = runs_of("report")
+    if all((name, *pair) in found for name in STYLES for pair in FRESH):
+        runs = {name: {pair: found[name, *pair] for pair in FRESH} for name in STYLES}
+        text += "\n## Fresh pairs\n\n" + report_table(runs)
+        draw(runs, RESULTS / "seeds.png")
+    return text
 
 
 def main():
-    runs, text = runs_and_table()
-    (RESULTS / "table.md").write_text(text)
-    draw(runs, RESULTS / "seeds.png")
-    print(text)
-
-
-def runs_and_table():
-    """({variant: {(world, seed): rows}}, the contents of table.md); trains what has no log yet."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("part", choices=["choose", "report", "lesson", "table"])
+    parser.add_argument("--worlds", type=int, nargs="+", help="only these (default: all)")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    tried = {}
-    for low in RANGES:
-        tried[low] = run(f"GRPO {low}", grpo(low), 0, 100)[-1]["sampled"]
-    best = max(tried, key=tried.get)
-    arms = ARMS | {"GRPO": grpo(best)}
-    runs = {}
-    for name, flags in arms.items():
-        runs[name] = {place: run(name, flags, *place) for place in PLACES}
-    more = {}
-    for name, flags in arms.items():
-        name += ", one epoch"
-        more[name] = {place: run(name, [*ONE_EPOCH, *flags], *place) for place in PLACES[:3]}
-    more["one update"] = {place: run("one update", ONE_UPDATE, *place) for place in PLACES[:3]}
-    sampled = ", ".join(f"{low}: {share:.2f}" for low, share in tried.items())
-    chosen = f"GRPO's lower ranges on world 0, seed 100, sampled: {sampled}"
-    return runs, "\n".join([table(runs), table(more), chosen, ""])
+    worlds = args.worlds or {world for world, _ in CHOICE_NO_CLIP + FRESH}
+    if args.part == "choose":
+        choose(worlds)
+    if args.part == "report":
+        report(worlds)
+    if args.part == "lesson":
+        report({0}, [(0, 0)], "lesson")
+    if not args.worlds:
+        text = tabulate()
+        (RESULTS / "table.md").write_text(text)
+        print(text)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def draw(logs, path):
     for axis, title in zip(axes, PANELS.values()):
         axis.set(title=title, xlabel="step (one rollout, four updates)")
         axis.grid(alpha=0.3)
-    figure.suptitle("GRPO's sampled reward rises faster, with lower entropy and more cut responses "
+    figure.suptitle("GRPO ends with a higher sampled reward, lower entropy and more cut responses "
                     f"(one run each; means of {WINDOW} steps)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(RUNS))
     figure.savefig(path, dpi=150)

@@ -1,0 +1,84 @@
+"""The material for teachers: the commands on its page run, and its links lead to files."""
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "lesson" / "teaching.md").read_text(encoding="utf-8")
+SLIDES = (ROOT / "lesson" / "slides.md").read_text(encoding="utf-8")
+
+
+def blocks_below(heading):
+    """The blocks of shell commands in this section of the guide."""
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## )", GUIDE, re.MULTILINE | re.DOTALL)[1]
+    return re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+
+
+def run(commands, folder):
+    commands = commands.replace("python3 ", f"{sys.executable} ")
+    command = ["bash", "-e", "-c", commands]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_gradescope_gets_points_for_each_function(tmp_path):
+    for name in "source", "submission", "results":
+        (tmp_path / name).mkdir()
+    (tmp_path / "source" / "gspo").symlink_to(ROOT)
+    right = (ROOT / "gspo.py").read_text(encoding="utf-8")
+    wrong = right.replace("return (above | below).sum()", "return above.sum()")
+    assert wrong != right
+    (tmp_path / "submission" / "my_gspo.py").write_text(wrong, encoding="utf-8")
+    commands = blocks_below("Gradescope")[1].replace("/tmp/row.json", str(tmp_path / "row.json"))
+    run(commands.replace("/autograder", str(tmp_path)), tmp_path)
+    results = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert 85 < results["score"] < 100
+    assert "clip_fraction" in results["output"]
+    tests = {test["name"]: test for test in results["tests"]}
+    assert len(tests) == 16
+    lost = [name for name, test in tests.items() if test["score"] < test["max_score"]]
+    assert "clip_fraction maths" in lost
+    assert all(name.startswith("clip_fraction") for name in lost)
+
+
+def test_moodle_gets_a_worksheet_with_the_grades(tmp_path):
+    folder = tmp_path / "submissions" / "Ann Lee_4711_assignsubmission_file"
+    folder.mkdir(parents=True)
+    (folder / "my_gspo.py").write_text('{"cells": []}')  # a notebook has 0 points, and is fast
+    (tmp_path / "worksheet.csv").write_text(
+        "Identifier,Full name,Grade\nParticipant 4711,Ann Lee,\nParticipant 4712,Bo Li,70\n",
+        encoding="utf-8-sig")
+    commands = blocks_below("Moodle")[0].replace("test_gspo.py", str(ROOT / "test_gspo.py"), 1)
+    run(commands, tmp_path)
+    rows = list(csv.DictReader((tmp_path / "filled.csv").open(encoding="utf-8")))
+    assert [row["Grade"] for row in rows] == ["0.0", "70"]
+    assert rows[0]["Full name"] == "Ann Lee"
+
+
+def test_the_classroom_steps_select_the_tests_of_one_function():
+    """Each name for -k is that of two classes of test_gspo.py: the maths and the promises."""
+    source = (ROOT / "test_gspo.py").read_text(encoding="utf-8")
+    section = GUIDE.partition("## GitHub Classroom")[2].partition("## Moodle")[0]
+    names = re.findall(r"-k (\w+)", section)
+    names += re.findall(r"`([A-Z]\w+)`", section.partition("other names for")[2])
+    assert len(set(names)) == 8
+    for name in names:
+        assert len(re.findall(rf"^class Test(?:Maths|Promises)Of{name}\b", source, re.M)) == 2
+
+
+def test_has_twelve_slides_with_text_for_each_picture():
+    slides = re.split(r"^---$", SLIDES, flags=re.MULTILINE)[2:]
+    assert len(slides) == 12
+    assert all(re.search(r"^#", slide, re.MULTILINE) for slide in slides)
+    texts = re.findall(r"!\[(.*?)\]", SLIDES)
+    assert len(texts) == 3 and all(re.match(r"[hw]:\d+ \w+", text) for text in texts)
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\((?!https?:)([^)#]+)", GUIDE + SLIDES))
+def test_links_to_files_that_exist(link):
+    assert (ROOT / "lesson" / link).exists()
