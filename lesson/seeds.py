@@ -156,33 +156,39 @@ def choice_table():
     return "\n".join(lines) + f"\n\nWithout a clip: {'; '.join(without)}\n"
 
 
+def step_seconds(rows):
+    """The seconds of all training steps of a run, without evaluations."""
+    return sum(row["seconds"] for row in rows[1:])
+
+
 def report_table(runs):
-    """The table of the fresh pairs, and a summary with a line for each variant."""
+    """The table of the fresh pairs, and a summary with a line for each variant.
+
+    runs: {variant: {pair: rows}}, with the same pairs for all variants."""
     lines = [f"| world, seed | before training | {' | '.join(runs)} |",
              "|---" * (len(runs) + 2) + "|"]
-    for pair in FRESH:
-        start = runs["GSPO"][pair][0]["start"]
+    for pair, rows in runs["GSPO"].items():
+        start = rows[0]["start"]
         cells = [f"{percent(start['0.0'])} / {percent(start['1.0'])}"]
         cells += [accuracies(by_pair[pair]) for by_pair in runs.values()]
         lines.append(f"| {pair[0]}, {pair[1]} | {' | '.join(cells)} |")
     lines += ["", "| variant | mean greedy / sampled | runs of at least 90% | collapsed runs "
-              "| optimizer steps | CPU seconds per run, mean | in units of one update's |",
-              "|---" * 7 + "|"]
-    seconds = {name: statistics.fmean(rows[-1]["cpu_seconds"] for rows in by_pair.values())
-               for name, by_pair in runs.items()}
+              "| optimizer steps | seconds of the training steps, in units of one update's "
+              "(median; least to most) |", "|---" * 6 + "|"]
     for name, by_pair in runs.items():
         last = [rows[-1] for rows in by_pair.values()]
         greedy = [row["eval_reward"] for row in last]
-        settings = by_pair[FRESH[0]][0]["settings"]
+        settings = next(iter(by_pair.values()))[0]["settings"]
         steps = settings["minibatches"] * settings["epochs"] * settings["max_steps"]
+        ratios = [step_seconds(rows) / step_seconds(runs["one update"][pair])
+                  for pair, rows in by_pair.items()]
         cells = [
             f"{percent(statistics.fmean(greedy))} / "
             f"{percent(statistics.fmean(row['sampled'] for row in last))}",
             f"{sum(x >= SUCCESS for x in greedy)} of {len(greedy)}",
             f"{sum(x < COLLAPSED for x in greedy)} of {len(greedy)}",
             str(steps),
-            f"{seconds[name]:.0f}",
-            f"{seconds[name] / seconds['one update']:.1f}"]
+            f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -221,10 +227,11 @@ def draw(runs, path):
             for name, by_pair in runs.items()}
     collapsed = sum(x < COLLAPSED for x in last["no clip"])
     good = sum(x >= SUCCESS for x in last["GSPO"])
-    figure.suptitle(f"Without a clip, {collapsed} of {len(FRESH)} runs collapse; with GSPO, {good} "
-                    f"of {len(FRESH)} answer at least 90% of the held-out questions")
+    number = len(last["GSPO"])
+    figure.suptitle(f"Without a clip, {collapsed} of {number} runs collapse. With GSPO, {good} of "
+                    f"{number} answer at least 90% of the held-out questions greedily.")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  title="bold: mean of the 12 runs; thin: one run")
+                  title=f"bold: mean of {number} runs; thin: one run")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -236,9 +243,14 @@ def tabulate():
     for algorithm in RANGES:
         text += f"\nThe lower range chosen for {algorithm}: {chosen_range(algorithm)}\n"
     found = runs_of("report")
-    if all((name, *pair) in found for name in STYLES for pair in FRESH):
-        runs = {name: {pair: found[name, *pair] for pair in FRESH} for name in STYLES}
-        text += "\n## Fresh pairs\n\n" + report_table(runs)
+    finished = [pair for pair in sorted(FRESH)
+                if all((name, *pair) in found for name in STYLES)]
+    if finished:
+        runs = {name: {pair: found[name, *pair] for pair in finished} for name in STYLES}
+        text += f"\n## Fresh pairs: {len(finished)} of {len(FRESH)} are finished\n\n"
+        text += report_table(runs)
+        text += ("\nThe plan's criterion: at least 11 of the 12 runs without a clip collapse, and "
+                 "at least 11 of the 12 runs with GSPO reach 90%.\n")
         draw(runs, RESULTS / "seeds.png")
     return text
 
