@@ -279,8 +279,10 @@ def load(name, device):
     """(model, tokenizer) from a hub id or a folder. All weights are float32: in bf16, most updates
     at a learning rate of 1e-6 are smaller than the distance to the next number."""
     torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
+    if model.device.type == "cuda":
+        torch.cuda.set_device(model.device)  # CUDA graphs use the current device
+    return model, AutoTokenizer.from_pretrained(name)
 
 
 def encode_prompts(tokenizer, questions, cfg):
@@ -323,7 +325,6 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg, **replaced
     return Rollout(prompts, responses, texts, torch.cat(log_probs))
 
 
-@torch.no_grad()
 def rollout(model, prompts, group_size, max_length, temperature, end_ids):
     """Sample `group_size` responses to each prompt at `temperature` (0: greedy).
 
@@ -344,10 +345,12 @@ def rollout(model, prompts, group_size, max_length, temperature, end_ids):
         # Greedy responses, from which accuracies are computed, use the float32 weights.
         model = copy.deepcopy(model)
         for parameter in model.parameters():  # but not the buffers: positions need float32
-            parameter.data = parameter.data.bfloat16()
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
     return static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
 
 
+@torch.no_grad()
 def next_logits(model, cache, ids, mask, positions):
     """The logits (n, V) of the token after ids (n, L), whose keys and values go into the cache."""
     output = model(
@@ -421,9 +424,10 @@ def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids
 
 
 def cache_can_be_static(model, length):
-    """Whether `static_rollout` supports this model: only attention layers, and no sliding window
-    that is shorter than `length` tokens."""
-    if model.config._attn_implementation != "sdpa":
+    """Whether `static_rollout` supports this model: only attention layers, with SDPA, no sliding
+    window that is shorter than `length` tokens, and no mixture of experts."""
+    has_experts = any(p.dim() == 3 for p in model.parameters())  # the CPU decides which ones run
+    if has_experts or model.config._attn_implementation != "sdpa":
         return False
     if not getattr(model.get_decoder(), "_can_compile_fullgraph", False):
         return False
@@ -488,7 +492,7 @@ def run_and_capture(decode):
     try:
         with torch.cuda.graph(graph):
             decode()  # is recorded and not run
-    except RuntimeError:  # some models, such as mixtures of experts, wait for the CPU in between
+    except RuntimeError:  # some models wait for the CPU in between
         return decode
     return graph.replay
 
@@ -649,12 +653,13 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
     as wandb.log. replaced: functions to use in place of the default ones, by their names in Parts;
     the most common one is reward=f. Training ends early once `stopped` is not empty. With an
     output_dir, the metrics are printed and the files go there; with None, neither happens. Dropout
-    is switched off (model.eval()). Returns the metrics, one dict per step; step 0 is only an
-    evaluation. ValueError: no questions, weights that are not float32, an output_dir that holds a
-    run."""
+    is switched off (model.eval()). Micro-batches have 1024 tokens unless cfg says otherwise.
+    Returns the metrics, one dict per step; step 0 is only an evaluation. ValueError: no questions,
+    weights that are not float32, an output_dir that holds a run."""
     check_arguments(cfg, model, questions, state)
     model.eval()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
+    optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
     rows = []
     if state:
         rows = state["rows"]
@@ -680,11 +685,14 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
             results = row.pop("eval_results")
         rows.append(row)
         row |= notes(rows)
-        if is_due or stopped:
+        is_saved = is_due or bool(stopped)
+        if is_saved:
             save(rows, results, model, optimizer, cfg)
         report(rows, results, cfg)
         if on_step:
             on_step(row)
+        if stopped and not is_saved:  # a signal came after the other save
+            save(rows, results, model, optimizer, cfg)
         if stopped:
             break
     if cfg.output_dir:
@@ -953,9 +961,9 @@ def check_model(model, tokenizer, questions, cfg, **replaced):
         raise ValueError(f"prompt and response need up to {length} tokens, but the model supports "
                          f"{limit}. The longest question is {questions[longest]['question']!r:.80}")
     if model.device.type == "cuda" and not cache_can_be_static(model, length):
-        tqdm.write("note: this model's cache cannot have fixed shapes, so that sampling is slower")
+        tqdm.write("note: this model's cache cannot be static, so that sampling is slower")
 
-    two = [{"question": ""}, max(questions, key=lambda row: len(row["question"]))]
+    two = [questions[0] | {"question": "?"}, questions[longest]]  # prompts of different lengths
     short = replace(cfg, max_completion_length=8)
     rollout = sample(model, tokenizer, two, 1, 0.0, short, **replaced)  # greedy: in float32
     batch = MicroBatch(rollout.prompts, rollout.responses, [0, 1], model.device)
@@ -979,9 +987,9 @@ def prepare(cfg, replaced):
     with exits_with(f"--model {cfg.model} --device {cfg.device}"):
         model, tokenizer = load(cfg.model, cfg.device)
         length = check_model(model, tokenizer, questions + held_out, cfg, **replaced)
-    if model.device.type == "cuda" and not cfg.micro_batch_tokens:
-        tokens = fitting_micro_batch_tokens(model, length, torch.cuda.mem_get_info()[0])
-        cfg = replace(cfg, micro_batch_tokens=tokens)
+        if model.device.type == "cuda" and not cfg.micro_batch_tokens:
+            tokens = fitting_micro_batch_tokens(model, length, torch.cuda.mem_get_info()[0])
+            cfg = replace(cfg, micro_batch_tokens=tokens)
     tqdm.write(f"{cfg.model}: {model.num_parameters():,} parameters in {model.dtype} on "
                f"{cfg.device}; {len(questions):,} questions and {len(held_out):,} held-out ones; "
                f"micro-batches of {cfg.micro_batch_tokens or CPU_TOKENS} tokens")
@@ -1026,8 +1034,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
                    "command again to resume the run.")
         raise
     except (KeyboardInterrupt, FloatingPointError, torch.OutOfMemoryError) as error:
-        sys.exit(f"train_math.py: {error!r}. What was saved is intact, and the same command resumes"
-                 " it. Against lack of memory, use a lower --micro_batch_tokens or --rollout_rows")
+        sys.exit(f"train_math.py: {error!r}. What was saved is intact. If memory ran out, run the "
+                 "same command with a lower --micro_batch_tokens or --rollout_rows")
     finally:
         lock.release()
         for number, handler in handlers.items():

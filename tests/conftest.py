@@ -180,5 +180,6 @@ def pretend_cuda(monkeypatch):
         device = property(lambda self: PretendedCuda("cpu"))
         monkeypatch.setattr(type(model), "device", device, raising=False)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     return pretend
