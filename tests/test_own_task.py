@@ -1,5 +1,6 @@
 """train_math.py with a reward, an algorithm or a training loop of the user's own."""
 
+import copy
 import gc
 import json
 import math
@@ -278,3 +279,41 @@ class TestTrain:
     def test_refuses_a_part_that_it_does_not_know(self, fresh):
         with pytest.raises(TypeError, match="rewards"):
             train_math.train(settings(), *fresh, sums(8), rewards=parity_reward)
+
+
+class TestWhatAReviewFound:
+    def test_a_gradient_that_is_left_over_changes_nothing(self, fresh):
+        model, tokenizer = fresh
+        weights = []
+        for left_over in False, True:
+            copied = copy.deepcopy(model)
+            if left_over:
+                for parameter in copied.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            cfg = settings(max_steps=1)
+            train_math.train(cfg, copied, tokenizer, sums(4), reward=parity_reward)
+            weights.append(torch.cat([p.detach().flatten() for p in copied.parameters()]))
+        assert torch.equal(*weights)
+
+    def test_a_prompt_function_may_use_every_column(self, fresh):
+        model, tokenizer = fresh
+        questions = [row | {"hint": "Add."} for row in sums(4)]
+
+        def with_hint(tokenizer, questions, cfg):
+            return [tokenizer(f"{row['hint']} {row['question']}").input_ids for row in questions]
+
+        cfg = settings(max_completion_length=8)
+        train_math.check_model(
+            model, tokenizer, questions, cfg, reward=parity_reward, encode_prompts=with_hint)
+
+    def test_a_signal_after_a_save_is_saved_too(self, fresh, tmp_path):
+        stopped = []
+
+        def on_step(row):
+            if row["step"] == 1:
+                stopped.append(15)
+
+        cfg = settings(output_dir=str(tmp_path), max_steps=6, save_steps=6)
+        train_math.train(cfg, *fresh, sums(4), stopped=stopped, on_step=on_step,
+                         reward=parity_reward)
+        assert len(torch.load(tmp_path / "state.pt")["rows"]) == 2
