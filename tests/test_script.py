@@ -84,6 +84,7 @@ class TestScript:
         flags = ["--output_dir", "own", "--max_steps", "2", "--learning_rate", "0.01"]
         done = subprocess.run(
             [sys.executable, "own.py", *command, "--algorithm", "cispo", *flags],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # as the tests: threads round differently
             cwd=tmp_path,
             capture_output=True,
             text=True,
