@@ -23,6 +23,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -93,6 +94,7 @@ class Settings:
     instruction: str = flag(
         r"Please reason step by step, and put your final answer within \boxed{}.",
         "text after each question; Qwen models were trained with this one")
+    system: str | None = flag(None, "system prompt; default: that of the chat template, if any")
     # The algorithm
     algorithm: str = flag("gspo", "the loss", choices=ALGORITHMS)
     eps_low: float | None = flag(None, "lower clip range; default: the algorithm's (gspo 3e-4)")
@@ -268,7 +270,7 @@ def update_metrics(updates, grad_norms, cfg):
         # The largest |log s| before the first optimizer step, which must be 0, and the standard
         # deviation of log s after it. Both are per response, for every algorithm.
         "log_ratio_first_max": torch.cat(log_s[0]).abs().max().item() if log_s else None,
-        "log_ratio_std": torch.cat(later).std().item() if later else None,
+        "log_ratio_std": torch.cat(later).std().item() if sum(map(len, later)) > 1 else None,
     }
 
 
@@ -289,7 +291,10 @@ def encode_prompts(tokenizer, questions, cfg):
     """The token ids of each question in the chat template (for Qwen3: without thinking)."""
     chats = []
     for row in questions:
-        chats.append([{"role": "user", "content": f"{row['question']}\n{cfg.instruction}"}])
+        chat = [{"role": "user", "content": f"{row['question']}\n{cfg.instruction}"}]
+        if cfg.system:
+            chat.insert(0, {"role": "system", "content": cfg.system})
+        chats.append(chat)
     return tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=False,
                                          return_dict=True).input_ids
 
@@ -669,22 +674,22 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
     stream = itertools.islice(shuffled(questions, cfg.seed), used, None)
 
     for step in tqdm(range(len(rows), cfg.max_steps + 1), cfg.algorithm):
-        if step == 0:
-            row = {"step": 0, "settings": fingerprint(cfg, questions)}
-        else:
-            picked = list(itertools.islice(stream, cfg.prompts_per_step))
-            try:
-                row = train_step(model, tokenizer, optimizer, picked, step, cfg, **replaced)
-            except RewardError:  # no weight has changed since the last step
-                save(rows, [], model, optimizer, cfg)
-                raise
-        results = []
         is_due = step % cfg.save_steps == 0 or step == cfg.max_steps
-        if is_due and held_out:
-            row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
-            results = row.pop("eval_results")
-        rows.append(row)
-        row |= notes(rows)
+        results = []
+        try:
+            if step == 0:
+                row = {"step": 0, "settings": fingerprint(cfg, questions)}
+            else:
+                picked = list(itertools.islice(stream, cfg.prompts_per_step))
+                row = train_step(model, tokenizer, optimizer, picked, step, cfg, **replaced)
+            rows.append(row)
+            row |= notes(rows)
+            if is_due and held_out:
+                row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
+                results = row.pop("eval_results")
+        except RewardError:  # the weights are those after the last row
+            save(rows, [], model, optimizer, cfg)
+            raise
         is_saved = is_due or bool(stopped)
         if is_saved:
             save(rows, results, model, optimizer, cfg)
@@ -749,7 +754,8 @@ def load_questions(cfg, reward=None):
     """(questions to train on, held-out questions), as lists of dicts.
 
     The test split is held out. If there is none, the validation split is held out, or else the last
-    questions of the training part.
+    questions of the training part. Held-out questions that are also in the training part are left
+    out.
     ValueError: a row has no question, or no answer that the default reward can use."""
     kind = FILE_KINDS.get(Path(cfg.dataset).suffix.lower())
     if kind:
@@ -768,7 +774,12 @@ def load_questions(cfg, reward=None):
         if not is_graded or not isinstance(row.get("question"), str):
             raise ValueError(f"row {i} needs a question, which is a text, and, unless you pass your"
                              f" own reward, an answer like '42' or '... #### 42'; it is {row}")
-    return questions, held_out
+    seen = {row["question"] for row in questions}
+    unseen = [row for row in held_out if row["question"] not in seen]
+    if len(unseen) < len(held_out):
+        tqdm.write(f"note: {len(held_out) - len(unseen)} held-out questions are left out, because "
+                   "they are training questions, too")
+    return questions, unseen
 
 
 def correctness_reward(prompts, completions, answer, strict=True, **columns):
@@ -825,13 +836,22 @@ def notes(rows):
     row = rows[-1]
     found = []
     if row.get("log_ratio_first_max"):
-        found.append("warning: log_ratio_first_max is not 0. The old log-probs are wrong, or the "
+        found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
                      "two forwards round differently")
     if row["step"] == 3 and all(row["equal_reward_groups"] == 1 for row in rows[1:]):
         found.append("no gradient in three steps, because the rewards within each group are equal "
                      f"(mean {row['reward']:.3g}; {row['cut']:.0%} of the responses are cut). Try "
                      "easier questions, a longer --max_completion_length, a larger --group_size, "
                      "or supervised fine-tuning on a few answers first")
+    if row["step"] == 4:
+        settings = rows[0]["settings"]
+        eps_low = settings["eps_low"]
+        movement = statistics.median(row["log_ratio_std"] or 0 for row in rows[2:])
+        is_unusual = eps_low < 1 and not 0.1 <= eps_low / (movement or eps_low) <= 4
+        if is_unusual and ALGORITHMS[settings["algorithm"]].ratio == "sequence":
+            found.append(f"log s has moved by {movement:.2g} per rollout (log_ratio_std), and the "
+                         f"clip range is {eps_low:.2g}. A range below a tenth of the movement "
+                         "makes training slow. One above four times the movement hardly clips")
     return {"notes": found} if found else {}
 
 
@@ -993,10 +1013,9 @@ def prepare(cfg, replaced):
     tqdm.write(f"{cfg.model}: {model.num_parameters():,} parameters in {model.dtype} on "
                f"{cfg.device}; {len(questions):,} questions and {len(held_out):,} held-out ones; "
                f"micro-batches of {cfg.micro_batch_tokens or CPU_TOKENS} tokens")
-    seen = {row["question"] for row in questions}
-    repeated = sum(row["question"] in seen for row in held_out)
-    if repeated:
-        tqdm.write(f"note: {repeated} of the held-out questions are training questions, too")
+    eps_low, _ = cfg.clip_range()
+    if ALGORITHMS[cfg.algorithm].ratio == "sequence" and 0.1 <= eps_low < 1:
+        tqdm.write(f"note: --eps_low {eps_low} is wide for GSPO's ratio. The paper uses 3e-4")
     return cfg, model, tokenizer, questions, held_out, state
 
 

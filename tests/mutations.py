@@ -41,6 +41,7 @@ EXPLAINED = {  # the changed line of a survivor, and why the tests cannot notice
     "torch.manual_seed(cfg.seed * 2000006 + step)": "any large factor keeps the seeds apart",
     "if done != 1 and mask.is_cuda:": GPU,
     "decode()": GPU,
+    "uniform = 1 - torch.rand(len(probs), 1)": GPU,
     "n = max(len(updates), 1)": "max has no order",
 }
 

@@ -12,6 +12,7 @@ from filelock import FileLock
 from transformers import T5Config, T5ForConditionalGeneration
 
 import train_math
+from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
 from tests.conftest import one_line, parity_reward, run, sums, write_jsonl
 
@@ -167,9 +168,25 @@ def test_bad_part_ends_in_one_line(command, tmp_path, name):
         assert word in found
 
 
-def test_held_out_questions_that_are_trained_on_are_counted(command, tmp_path, capsys):
+def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(command, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train.jsonl", sums(6))
     write_jsonl(tmp_path / "data" / "test.jsonl", [*sums(2), {"question": "new?", "answer": "1"}])
     run(command, tmp_path / "run", "--dataset", str(tmp_path / "data"), "--max_steps", "1")
-    assert "2 of the held-out questions" in capsys.readouterr().out
+    assert "2 held-out questions are left out" in capsys.readouterr().out
+    asked = [row["question"] for row in read(tmp_path / "run" / "eval_1.jsonl")]
+    assert asked == ["new?"]
+
+
+@pytest.mark.parametrize(
+    "flags, is_noted",
+    [
+        (["--eps_low", "0.1", "--eps_high", "0.2"], True),
+        (["--eps_low", "0.09"], False),
+        (["--eps_low", "1", "--eps_high", "1e9"], False),  # how "no clip" is written
+        (["--algorithm", "grpo"], False),
+    ],
+)
+def test_a_wide_range_of_gspo_is_noted(command, tmp_path, capsys, flags, is_noted):
+    run(command, tmp_path / "run", "--max_steps", "1", "--eval_size", "0", *flags)
+    assert ("is wide for GSPO's ratio" in capsys.readouterr().out) == is_noted

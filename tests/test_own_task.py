@@ -17,6 +17,7 @@ from tests.conftest import (
     run,
     settings,
     sums,
+    without_clocks,
 )
 
 
@@ -144,7 +145,9 @@ class TestAFaultyReward:
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
 
-    def test_in_an_evaluation_leaves_what_was_saved(self, command, whole, tmp_path):
+    def test_in_an_evaluation_costs_this_evaluation_and_nothing_else(
+        self, command, whole, tmp_path
+    ):
         """Of the evaluations, each of four questions, the one after step 4 fails."""
         calls = []
 
@@ -157,7 +160,14 @@ class TestAFaultyReward:
         with pytest.raises(train_math.RewardError):
             run(command, tmp_path / "a", reward=reward)
         run(command, tmp_path / "a")
-        assert_same(whole, tmp_path / "a")
+        expected = without_clocks(read(whole / "metrics.jsonl"))
+        found = without_clocks(read(tmp_path / "a" / "metrics.jsonl"))
+        expected[4] = {
+            name: value for name, value in expected[4].items() if not name.startswith("eval_")
+        }
+        assert found == expected
+        before, after = (torch.load(f / "state.pt")["model"] for f in (whole, tmp_path / "a"))
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
     def test_keeps_the_log_json(self, whole):
         def refuse(word):

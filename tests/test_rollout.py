@@ -413,7 +413,7 @@ class TestSample:
         )
         assert got.responses == [response] and got.texts == ["4+5"]
 
-    def test_asks_through_the_chat_template_with_the_instruction(self):
+    def test_asks_through_the_chat_template_with_the_instruction_and_the_system_prompt(self):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
@@ -423,6 +423,9 @@ class TestSample:
         cfg = settings(instruction="Say #### 1")
         ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
         assert tokenizer.decode(ids[0]) == "user How?\nSay #### 1A now"
+        cfg = settings(instruction="Say #### 1", system="Be kind.")
+        ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
+        assert tokenizer.decode(ids[0]) == "system Be kind.user How?\nSay #### 1A now"
 
     def test_takes_another_prompt_format(self, fresh):
         """Also in training, evaluation and the check of the model."""

@@ -110,16 +110,16 @@ class TestDataset:
 
         def load_dataset(*what):
             asked.append(what)
-            return {"train": sums(6), "test": sums(3)}
+            return {"train": sums(9)[:6], "test": sums(9)[6:]}
 
         monkeypatch.setattr(train_math, "load_dataset", load_dataset)
-        assert train_math.load_questions(settings(eval_size=2)) == (sums(6), sums(2))
+        assert train_math.load_questions(settings(eval_size=2)) == (sums(6), sums(8)[6:])
         monkeypatch.setattr(train_math, "load_dataset", lambda *what: asked.append(what) or no_test)
         assert train_math.load_questions(dataset("some/maths")) == (sums(10)[:8], sums(10)[8:])
         assert asked == [("openai/gsm8k", "main"), ("some/maths", None)]
 
     def test_may_have_dates_and_needs_no_answer_for_an_own_reward(self, tmp_path):
-        rows = [{"question": "?", "day": datetime.datetime(2024, 1, i)} for i in range(1, 6)]
+        rows = [{"question": f"{i}?", "day": datetime.datetime(2024, 1, i)} for i in range(1, 6)]
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
         questions, held_out = train_math.load_questions(dataset(tmp_path), parity_reward)
         assert questions + held_out == rows
@@ -393,6 +393,14 @@ class TestTraining:
         assert row["entropy"] == pytest.approx((2 + 2 + 9 + 16 + 10 + 6 + 0.7) / 13)
         assert row["sampler_gap"] == pytest.approx(0.7 / 8)
 
+    @pytest.mark.parametrize("steps", [1, 2])
+    def test_have_no_deviation_of_fewer_than_two_responses(self, steps):
+        batch = train_math.MicroBatch([[1]], [[2, 3]], [0], "cpu", torch.ones(1))
+        batch.old_log_probs = torch.zeros(1, 2)
+        update = [(batch, torch.zeros(1, 2), 0.0)]
+        row = train_math.update_metrics([update] * steps, [1.0] * steps, settings())
+        assert row["log_ratio_first_max"] == 0 and row["log_ratio_std"] is None
+
     def test_of_gspo_token_equals_gspo_and_grpo_differs(self, world):
         rows = {}
         for algorithm in train_math.ALGORITHMS:
@@ -465,7 +473,30 @@ class TestTraining:
             cfg, *fresh, sums(4), reward=parity_reward, response_log_probs=rounds_otherwise
         )
         assert row["log_ratio_first_max"] > 0
-        assert "warning: log_ratio_first_max is not 0" in capsys.readouterr().out
+        assert "note: log_ratio_first_max is not 0" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "algorithm, eps_low, stds, is_noted",
+        [
+            ("gspo", 3e-4, [9, 3.1e-3, 1e-3, 4e-3], True),  # the median of the last three
+            ("gspo", 3e-4, [9, 2.9e-3, 1e-3, 4e-3], False),
+            ("gspo", 3e-2, [0, 7.4e-3, 9, 1e-3], True),
+            ("gspo", 3e-2, [0, 7.6e-3, 9, 1e-3], False),
+            ("gspo_token", 3e-2, [1e-3] * 4, True),
+            ("gspo", 1, [1e-3] * 4, False),  # no clip
+            ("gspo", 3e-4, [None] * 4, False),  # one update per rollout
+            ("grpo", 0.2, [1e-3] * 4, False),
+            ("gspo", 3e-4, [1.0] * 3, False),
+            ("gspo", 3e-4, [1.0] * 5, False),
+        ],
+    )
+    def test_compares_the_clip_range_with_log_ratio_std_after_four_rollouts(
+        self, algorithm, eps_low, stds, is_noted
+    ):
+        rows = [{"step": 0, "settings": {"algorithm": algorithm, "eps_low": eps_low}}]
+        for step, std in enumerate(stds, 1):
+            rows.append({"step": step, "log_ratio_std": std, "equal_reward_groups": 0})
+        assert ("notes" in train_math.notes(rows)) == is_noted
 
     def test_uses_all_questions_before_it_uses_any_twice(self, fresh, tmp_path):
         questions = [{"question": str(i)} for i in range(10)]
@@ -618,7 +649,7 @@ class TestTraining:
         evaluation = {"eval_questions", "eval_reward", "eval_reward_interval"}
         assert set(rows[0]) == {"step", "settings"} | evaluation
         for row in rows[1:]:
-            assert set(row) - evaluation == metrics, "no texts, for example"
+            assert set(row) - evaluation - {"notes"} == metrics, "no texts, for example"
             assert evaluation & set(row) == (evaluation if row["step"] % 2 == 0 else set())
             assert row["log_ratio_first_max"] == 0, "the first minibatch is on-policy"
             assert row["log_ratio_std"] > 0 and row["grad_norm"] > 0
@@ -975,6 +1006,7 @@ class TestCommandLine:
         numbers = {k: v for k, v in vars(train_math.Settings()).items() if not isinstance(v, str)}
         assert numbers == {
             "seed": 0,
+            "system": None,
             "eps_low": None,
             "eps_high": None,
             "group_size": 8,
