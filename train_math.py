@@ -850,8 +850,8 @@ def notes(rows):
         is_unusual = eps_low < 1 and not 0.1 <= eps_low / (movement or eps_low) <= 4
         if is_unusual and ALGORITHMS[settings["algorithm"]].ratio == "sequence":
             found.append(f"log s has moved by {movement:.2g} per rollout (log_ratio_std), and the "
-                         f"clip range is {eps_low:.2g}. A range below a tenth of the movement "
-                         "makes training slow. One above four times the movement hardly clips")
+                         f"clip range is {eps_low:.2g}. A range below a tenth of this movement "
+                         "clips most responses. One above four times the movement clips hardly any")
     return {"notes": found} if found else {}
 
 
