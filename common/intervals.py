@@ -1,11 +1,14 @@
 """Accuracies and their differences, with 95% confidence intervals.
 
-Every argument is a list of values, one for each question: 1 (or True) for a correct answer,
-otherwise 0 (or False).
+Most functions take lists of values, one for each question: 1 (or True) for a correct answer,
+otherwise 0 (or False). mean_difference takes accuracies, one for each starting model.
 """
 import math
+import statistics
 
 from train_math import wilson
+
+STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # models: the t of a 95% interval
 
 
 def accuracy(values):
@@ -46,3 +49,14 @@ def gain_text(before, after):
     """The paired difference, for example "+14.1% (95%: +8.4% to +19.7%), p = 3e-06"."""
     difference, (low, high), p = paired(before, after)
     return f"{difference:+.1%} (95%: {low:+.1%} to {high:+.1%}), p = {p:.2g}"
+
+
+def mean_difference(accuracies, others, narrowest=0):
+    """The mean paired difference of two variants' accuracies, in points, with the half width of
+    Student's 95% interval (at least `narrowest`): "+5.1 ± 4.6"."""
+    values = [100 * (a - b) for a, b in zip(accuracies, others, strict=True)]
+    text = f"{statistics.fmean(values):+.1f}"
+    if len(values) in STUDENT:
+        half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+        text += f" ± {max(half, narrowest):.1f}"
+    return text

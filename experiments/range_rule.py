@@ -18,6 +18,7 @@ import torch
 from matplotlib.figure import Figure
 
 import train_math
+from common.intervals import mean_difference
 from common.logs import append, read
 from experiments import rival_parts as parts
 from experiments import rivals
@@ -33,7 +34,6 @@ UPDATES = {  # {task: {optimizer steps per rollout: settings}}
     "long": {4: {"epochs": 1}, 16: {"epochs": 4}},
     "world": {4: {"epochs": 1, "minibatches": 4}, 32: {"epochs": 4, "minibatches": 8}}}
 LEARNING_RATES = (1e-4, 3e-4)
-STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # models: the t of a 95% interval
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -130,16 +130,6 @@ def runs_of(rows, key):
     return found, finished
 
 
-def differences(accuracy, factor, other):
-    """The mean of accuracy[factor] - accuracy[other] over the models, in points: "mean ± half"."""
-    values = [100 * (a - b) for a, b in zip(accuracy[factor], accuracy[other])]
-    text = f"{statistics.fmean(values):+.1f}"
-    if len(values) in STUDENT:
-        half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-        text += f" ± {half:.1f}"
-    return text
-
-
 def tables(rows):
     """Accuracy by setting and factor, and the three predictions, over the finished models."""
     lines = ["| task | updates | learning rate | models | movement: least, median, most | "
@@ -165,7 +155,7 @@ def tables(rows):
         cells = [*key[:2], f"{key[2]:g}", len(finished), f"{min(movements):.2g}, "
                  f"{statistics.median(movements):.2g}, {max(movements):.2g}",
                  *(f"{100 * means[factor]:.1f}%" for factor in FACTORS), f"{100 * gap:.1f}",
-                 differences(accuracy, 8, RULE), differences(accuracy, 0.1, RULE)]
+                 *(mean_difference(accuracy[factor], accuracy[RULE]) for factor in (8, 0.1))]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     close = sum(gap <= 0.05 for gap in shortfall)
     lines += [
