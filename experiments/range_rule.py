@@ -29,6 +29,7 @@ FACTORS = (0.1, 0.5, 2, 8)  # the lower range in units of the movement
 RULE = 0.5  # the factor that stands for the rule
 MEASURED = (2, 3, 4)  # the rollouts that the movement is measured in
 PAPERS = 3e-4  # the lower range at which it is measured
+MOST = 0.899  # the largest lower range: gspo.py refuses values from 0.9 to below 1
 MODELS = {"long": (11, 12, 13, 14, 15, 16), "world": (21, 22, 23, 24, 25, 26)}
 UPDATES = {  # {task: {optimizer steps per rollout: settings}}
     "long": {4: {"epochs": 1}, 16: {"epochs": 4}},
@@ -100,7 +101,7 @@ def run(key, factor):
         _, _, rows = train(*key, PAPERS, max(MEASURED))
         line |= {"before": before, "movement": movement_of(rows), **kept(rows)}
     else:
-        low = factor * done[*key, None]["movement"]
+        low = min(MOST, factor * done[*key, None]["movement"])
         line["eps_low"] = low
         try:
             model, tokenizer, rows = train(*key, low)
