@@ -156,11 +156,6 @@ def choice_table():
     return "\n".join(lines) + f"\n\nWithout a clip: {'; '.join(without)}\n"
 
 
-def step_seconds(rows):
-    """The seconds of all training steps of a run, without evaluations."""
-    return sum(row["seconds"] for row in rows[1:])
-
-
 def report_table(runs):
     """The table of the fresh pairs, and a summary with a line for each variant.
 
@@ -173,14 +168,14 @@ def report_table(runs):
         cells += [accuracies(by_pair[pair]) for by_pair in runs.values()]
         lines.append(f"| {pair[0]}, {pair[1]} | {' | '.join(cells)} |")
     lines += ["", "| variant | mean greedy / sampled | runs of at least 90% | collapsed runs "
-              "| optimizer steps | seconds of the training steps, in units of one update's "
+              "| optimizer steps | CPU seconds of the run, in units of one update's "
               "(median; least to most) |", "|---" * 6 + "|"]
     for name, by_pair in runs.items():
         last = [rows[-1] for rows in by_pair.values()]
         greedy = [row["eval_reward"] for row in last]
         settings = next(iter(by_pair.values()))[0]["settings"]
         steps = settings["minibatches"] * settings["epochs"] * settings["max_steps"]
-        ratios = [step_seconds(rows) / step_seconds(runs["one update"][pair])
+        ratios = [rows[-1]["cpu_seconds"] / runs["one update"][pair][-1]["cpu_seconds"]
                   for pair, rows in by_pair.items()]
         cells = [
             f"{percent(statistics.fmean(greedy))} / "
@@ -223,13 +218,12 @@ def draw(runs, path):
         axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 100)
     axes[1].set_yscale("log")
-    last = {name: [rows[-1]["eval_reward"] for rows in by_pair.values()]
-            for name, by_pair in runs.items()}
-    collapsed = sum(x < COLLAPSED for x in last["no clip"])
-    good = sum(x >= SUCCESS for x in last["GSPO"])
-    number = len(last["GSPO"])
-    figure.suptitle(f"Without a clip, {collapsed} of {number} runs collapse. With GSPO, {good} of "
-                    f"{number} answer at least 90% of the held-out questions greedily.")
+    number = len(runs["GSPO"])
+    collapsed = {name: sum(rows[-1]["eval_reward"] < COLLAPSED for rows in by_pair.values())
+                 for name, by_pair in runs.items()}
+    without = collapsed.pop("no clip")
+    figure.suptitle(f"Without a clip, {without} of {number} runs collapse. With the other "
+                    f"variants, {sum(collapsed.values())} of {len(collapsed) * number} do.")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
                   title=f"bold: mean of {number} runs; thin: one run")
     figure.savefig(path, dpi=150)

@@ -31,7 +31,7 @@ def test_the_runs_are_judged_by_their_last_greedy_accuracy():
     def log(accuracy, seconds):
         rows = [{"start": {"0.0": 0.1, "1.0": 0.2},
                  "settings": {"minibatches": 8, "epochs": 4, "max_steps": 16}}]
-        return rows + [{"eval_reward": accuracy, "sampled": 0.5, "seconds": seconds}]
+        return rows + [{"eval_reward": accuracy, "sampled": 0.5, "cpu_seconds": seconds}]
 
     accuracies = [0.34, 0.36, 0.89, *[0.91] * (len(seeds.FRESH) - 3)]
     slow = {pair: log(accuracy, 30.0) for pair, accuracy in zip(seeds.FRESH, accuracies)}
