@@ -22,24 +22,27 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from common.logs import write
+from common.plot import STYLES
 
 CONTEXTS = 16
 TOKENS = 8
 BATCH = 128
 LENGTHS = 8, 32, 128, 512, 1024
 SEEDS = range(4)
-SPREADS = {0.03: ":", 0.1: "-"}
+SPREADS = {0.03: ":", 0.1: "-"}  # standard deviation of the tokens' log-ratios: line style
 HOW = {"improved": "the policy has improved", "at random": "the policy has moved at random"}
-WEIGHTS = {
-    "no ratio": "tab:gray",
-    "token ratio (GRPO)": "tab:orange",
-    "sequence ratio (GSPO)": "tab:blue",
-    "sequence ratio, no root": "tab:red",
+WEIGHTS = {  # name in the logs: colour, and marker with its size and filling
+    "no ratio": ("#666666", "s", 8, "none"),
+    "token ratio (GRPO)": (STYLES["grpo"][0], "^", 6, "full"),
+    "sequence ratio (GSPO)": (STYLES["gspo"][0], "o", 4, "full"),
+    "sequence ratio, no root": ("#009E73", "D", 4, "full"),
 }
 DRAWN = {
-    "angle": "degrees between the estimate's\nexpectation and the gradient",
-    "cosine": f"cosine between a batch of {BATCH}\nand the gradient",
+    "angle": "expected estimate:\nangle to the gradient (degrees)",
+    "cosine": f"estimate from {BATCH} responses:\ncosine with the gradient",
 }
+TITLE = ("Token ratios correct the direction of the expected gradient, and GSPO's ratio hardly "
+         "does (top).\nBut token ratios add noise if the policy has improved (bottom left).")
 
 
 def positions(length):
@@ -166,21 +169,27 @@ def draw_ratios(rows, path):
     figure = Figure((11, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
     for column, (how, title) in zip(axes.T, HOW.items()):
-        for axis, (key, label) in zip(column, DRAWN.items()):
-            for name, colour in WEIGHTS.items():
+        for axis, key in zip(column, DRAWN):
+            for name, (color, marker, size, filling) in WEIGHTS.items():
                 for spread, style in SPREADS.items():
                     points = curve(rows, how, spread, name, key)
-                    axis.plot(LENGTHS, points, style, color=colour, marker=".")
-            axis.set(xscale="log", ylabel=label, ylim=(0, None))
+                    axis.plot(LENGTHS, points, style, color=color, marker=marker, markersize=size,
+                              fillstyle=filling)
+            axis.set(xscale="log", ylim=(0, None))
             axis.grid(alpha=0.3)
         column[0].set_title(title)
-        column[1].set_xlabel("tokens in a response")
+        column[1].set_xlabel("length of the responses (tokens, log scale)")
         column[1].set_xticks(LENGTHS, map(str, LENGTHS))
         column[1].minorticks_off()
+    for axis, label in zip(axes[:, 0], DRAWN.values()):
+        axis.set_ylabel(label)
     dotted, solid = SPREADS
-    figure.legend(axes[0, 0].lines[1::2], WEIGHTS, loc="outside upper center", ncols=4,
-                  title=f"spread of the tokens' log-ratio {solid} (dotted: {dotted})")
-    figure.savefig(path, dpi=110)
+    names = [name.replace(", no", " without the") for name in WEIGHTS]
+    figure.legend(axes[0, 0].lines[1::2], names, loc="outside lower center", ncols=4,
+                  title=f"standard deviation of the tokens' log-ratios: {solid} (solid lines), "
+                        f"{dotted} (dotted lines)")
+    figure.suptitle(TITLE)
+    figure.savefig(path, dpi=130)
 
 
 def main(results):

@@ -96,6 +96,15 @@ def seconds(device):
     return time.perf_counter()
 
 
+LOOKS = [  # of the settings in the picture
+    {"color": "#666666", "marker": "D", "linestyle": "-"},
+    {"color": "#009E73", "marker": "v", "linestyle": "--"},
+    {"color": "#CC79A7", "marker": "o", "linestyle": "-."},
+    {"color": "#882255", "marker": "P", "linestyle": "-"},
+    {"color": "#AA9900", "marker": "^", "linestyle": ":"},
+]
+
+
 def file_name(setting):
     return setting.replace(", ", "_").replace(" ", "_") + ".json"
 
@@ -235,31 +244,37 @@ def table(found):
 
 
 def draw(found, path):
-    """Two panels over length: rounding with the same weights, and after a step, beside the policy's
-    own movement."""
+    """Two panels with the length on the horizontal axis: rounding with the same weights, and
+    rounding after an optimizer step, beside the change of log s that the step itself causes."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    for i, name in enumerate(found):
+    for look, name in zip(LOOKS, found):
         points = [statistics.stdev(found[name][str(n)]["decode"]) for n in LENGTHS]
-        axes[0].plot(LENGTHS, points, marker="o", color=f"C{i}", label=name)
+        axes[0].plot(LENGTHS, points, **look, label=name)
         if name != "float32":
             points = [rounding(found, name, str(n)) for n in LENGTHS]
-            axes[1].plot(LENGTHS, points, marker="o", color=f"C{i}", label=f"rounding in {name}")
+            axes[1].plot(LENGTHS, points, **look, label=f"rounding in {name}")
     points = [statistics.stdev(found["float32"][str(n)][STARTS[0]]) for n in LENGTHS]
-    axes[1].plot(LENGTHS, points, color="black", marker="s", label="the policy's own movement")
+    axes[1].plot(LENGTHS, points, color="black", marker="s", linewidth=2.5,
+                 label="the optimizer step itself")
     titles = ("Same weights: log s between\nthe sampler and the training forward",
-              "After one optimizer step: log s of the policy itself,\nand what rounding adds")
+              "After one optimizer step: log s by the step itself,\nand what rounding adds to it")
     for axis, title in zip(axes, titles):
-        axis.axhline(LOW, linestyle="--", color="gray", label="GSPO's clip range, 3e-4")
-        axis.set(xscale="log", yscale="log", xlabel="tokens in a response", title=title)
+        axis.axhline(LOW, color="#0072B2", linewidth=0.8, label="GSPO's lower clip range, 3e-4")
+        axis.set(xscale="log", yscale="log", xlabel="length of the responses (tokens)",
+                 title=title)
         axis.set_xticks(LENGTHS, map(str, LENGTHS))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc=(0.02, 0.16))
-    axes[0].set_ylabel("spread (standard deviation) of log s")
-    figure.savefig(path, dpi=120)
+        axis.legend(fontsize=8, loc=(0.02, 0.21), handlelength=4)
+    axes[0].set_ylabel("standard deviation of log s (log scale)")
+    half = [name for name in ("bf16 autocast", "bf16 weights") if name in found]
+    if half and all(rounding(found, name, str(n)) > LOW for name in half for n in LENGTHS):
+        figure.suptitle("Rounding in bf16 changes log s by more than GSPO's clip range")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def arguments():

@@ -24,13 +24,18 @@ from matplotlib.figure import Figure
 
 import train_math
 from common.logs import read, write
+from common.plot import STYLES
 from experiments.qwen.gsm8k import INSTRUCTION
 from gspo import clip_fraction, sequence_ratio
 
 LENGTHS = 8, 32, 128, 512
 GSPO = 3e-4, 4e-4
 GRPO = 0.2, 0.27
+BLUE, ORANGE, GREEN = STYLES["gspo"][0], STYLES["grpo"][0], "#009E73"
 BINS = [10 ** (k / 8) for k in range(-56, 5)]
+NAMES = {"tiny": "tiny model"}  # of the models, in the picture
+TITLE = ("After one epoch, most responses lie outside GSPO's clip range, and nearly all tokens lie "
+         "inside GRPO's")
 COLUMNS = {
     "token_std": "spread of a token's log-ratio",
     "log_s_std": "of log s",
@@ -126,28 +131,34 @@ def counts(log_ratios):
     return torch.histogram(inside, edges).hist.tolist()
 
 
-def draw(rows, histograms, path):
-    """A panel a model with its ratios' distances from 1, and one with the spreads."""
+def draw(rows, histograms, path, title=""):
+    """A panel per model with the distances of its ratios from 1, and one with the standard
+    deviations."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     panels = len(models) + 1
     figure = Figure((5 * panels, 4.6), layout="constrained")
     axes = figure.subplots(1, panels)
     for axis, model in zip(axes, models):
         own = [row for row in histograms if row["model"] == model]
-        draw_histogram(axis, "tokens", own, "tab:orange", GRPO, "GRPO's clip range")
-        draw_histogram(axis, "responses", own, "tab:blue", GSPO, "GSPO's")
-        axis.set_title(f"{model}, after one epoch", pad=22)
-        axis.set(xscale="log", xlabel="distance from 1: |log ratio|", ylabel="share")
+        draw_histogram(axis, "tokens", own, ORANGE, GRPO, "GRPO's clip range")
+        draw_histogram(axis, "responses", own, BLUE, GSPO, "GSPO's clip range")
+        axis.set_title(f"{NAMES.get(model, model)}, after one epoch", pad=22)
+        axis.set(xscale="log", xlabel="distance of the ratio from 1: |log ratio| (log scale)",
+                 ylabel="tokens or responses (%)")
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     draw_spreads(axes[-1], models, rows)
-    figure.savefig(path, dpi=110)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
 
 
 def draw_histogram(axis, name, histograms, colour, clip_range, title):
     counted = torch.tensor([row[name] for row in histograms]).sum(dim=0)
     total = counted.sum()
-    axis.stairs(counted / total, BINS, fill=True, alpha=0.5, color=colour,
-                label=f"{int(total):,} {name}")
+    look = {"color": colour, "alpha": 0.5, "fill": True}
+    if name == "responses":  # an outline and hatches, so that the two differ in grey, too
+        look = {"edgecolor": colour, "facecolor": "none", "hatch": "///", "fill": True,
+                "linewidth": 1.2}
+    axis.stairs(100 * counted / total, BINS, label=f"{int(total):,} {name}", **look)
     low, high = clip_range
     axis.axvspan(-math.log1p(-low), math.log1p(high), color=colour, alpha=0.8)
     axis.annotate(title, (math.log1p(high), 1.01), xycoords=("data", "axes fraction"),
@@ -156,15 +167,16 @@ def draw_histogram(axis, name, histograms, colour, clip_range, title):
 
 def draw_spreads(axis, models, rows):
     for model, style in zip(models, ("--", "-")):
-        axis.plot([], [], style, color="black", label=model)
-    for name, label, colour, above in (
-        ("token_std", "one token", "tab:orange", 1.5),
-        ("log_s_std", "log s", "tab:blue", 0.55),
-        ("log_sum_std", "sum: log s without the root", "tab:red", 1.5),
+        axis.plot([], [], style, color="black", label=NAMES.get(model, model))
+    for name, label, colour, marker, above in (
+        ("token_std", "log-ratio of a token", ORANGE, "s", 1.5),
+        ("log_s_std", "log s", BLUE, "o", 0.55),
+        ("log_sum_std", "sum: log s without the root", GREEN, "^", 1.5),
     ):
         for model, style in zip(models, ("--", "-")):
             own = mean_by_length(name, [row for row in rows if row["model"] == model])
-            axis.plot(list(own), list(own.values()), style, marker=".", color=colour)
+            axis.plot(list(own), list(own.values()), style, marker=marker, markersize=4,
+                      color=colour)
         last = mean_by_length(name, rows).get(max(LENGTHS))
         if last:
             axis.annotate(label, (max(LENGTHS), above * last), ha="right", color=colour)
@@ -173,9 +185,9 @@ def draw_spreads(axis, models, rows):
     axis.set(
         xscale="log",
         yscale="log",
-        title="spread of the log-ratio by length",
-        xlabel="tokens of the response",
-        ylabel="standard deviation",
+        title="standard deviation of log-ratios by length",
+        xlabel="first tokens of the response (log scale)",
+        ylabel="standard deviation (log scale)",
         ylim=(1e-4, 10),
     )
     axis.set_xticks(LENGTHS, map(str, LENGTHS))
@@ -227,7 +239,7 @@ def main(results, tiny_runs, model=None, gsm8k=None):
     histograms = [row for row in rows if "length" not in row]
     text = table(rows)
     (results / "ratios.md").write_text(text, encoding="utf-8")
-    draw(by_length, histograms, results / "ratios.png")
+    draw(by_length, histograms, results / "ratios.png", TITLE)
     print(text)
 
 

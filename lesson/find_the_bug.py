@@ -32,6 +32,7 @@ from matplotlib.figure import Figure
 
 import train_math
 from common.logs import read
+from common.plot import STYLES
 from gspo import clipped_objective, group_advantages, gspo_loss
 from lesson import tiny
 
@@ -45,6 +46,9 @@ SETTINGS = ("algorithm", "group_size", "prompts_per_step", "minibatches", "epoch
             "learning_rate", "max_steps", "max_completion_length")
 PANELS = {"reward": "linear", "response_length": "linear", "equal_reward_groups": "linear",
           "loss": "log", "grad_norm": "log", "clip_fraction": "linear", "log_ratio_std": "log"}
+UNITS = {"reward": "mean", "response_length": "tokens", "equal_reward_groups": "fraction",
+         "loss": "absolute value", "grad_norm": "before clipping",
+         "clip_fraction": "of all tokens", "log_ratio_std": "of log s"}
 CAPTION = """`python -m lesson.find_the_bug --all`: world 0, seed 0, eight rollouts.
 Means over the rollouts, of the loss's size, and eval_reward at the end.
 Bold: less than half of the value without a bug, or more than twice.
@@ -52,7 +56,7 @@ Bold: less than half of the value without a bug, or more than twice.
 """
 LETTERS = "abcdefgh"
 SECOND_SEED = 1  # of the second correct run; the seed of all other published runs is 0
-BLUE = "#0072B2"
+BLUE, _ = STYLES["gspo"]
 END = 1  # the tiny tokenizer's end token
 
 
@@ -330,12 +334,11 @@ def draw(logs, path):
         evaluated = [rows[0]["eval_reward"], rows[-1]["eval_reward"]]
         line[0].plot([0, len(rows) - 1], evaluated, "s", color="black", markerfacecolor="white")
     for axis, name in zip(axes[0], PANELS):
-        title = f"|{name}|" if name == "loss" else name
-        axis.set_title(title, fontsize=10)
+        axis.set_title(f"{name}\n({UNITS[name]})", fontsize=10)
     for axis in axes[-1]:
         axis.set_xticks([0, 4, 8])
-    figure.suptitle("Each row is a log. Six differ from a correct run in at least one panel.")
-    figure.supxlabel("rollout (white squares: eval_reward, accuracy on held-out questions)")
+    figure.suptitle("Each row is a log. Six logs differ from a correct run in at least one panel.")
+    figure.supxlabel("rollout (white squares: eval_reward, the accuracy on held-out questions)")
     figure.savefig(path, dpi=150)
 
 

@@ -27,6 +27,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import train_math
+from common import plot
 from common.logs import append, read
 from lesson import tiny
 
@@ -38,11 +39,11 @@ FRESH = [(world, seed) for seed in (51, 52, 53) for world in (11, 12, 13, 14)]
 RANGES = {"GSPO": (0.01, 0.03), "GRPO": (0.2, 0.4)}  # the lower ones
 COLLAPSED = 0.35  # a run collapsed if its final held-out greedy accuracy is below this
 SUCCESS = 0.90  # a run succeeded if that accuracy is at least this
-STYLES = {  # color, line style and marker of each variant, in every picture
-    "GSPO": ("#0072B2", "-", "o"),
-    "GRPO": ("#E69F00", "--", "s"),
-    "no clip": ("#D55E00", "-.", "^"),
-    "one update": ("#009E73", ":", "D")}
+STYLES = {  # of each variant: colour and line style, as in every picture, and a marker
+    "GSPO": (*plot.STYLES["gspo"], "o"),
+    "GRPO": (*plot.STYLES["grpo"], "s"),
+    "no clip": (*plot.STYLES["no clipping"], "^"),
+    "one update": (*plot.STYLES["one update"], "D")}
 
 
 def clipped(algorithm, low):
@@ -199,9 +200,10 @@ def curve(rows, key):
 
 
 def draw(runs, path):
+    """Curves of {variant: {pair: rows}}: thin for each run, bold for their mean."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     panels = {"reward": "accuracy of the sampled responses (%)",
-              "log_ratio_std": "standard deviation of log s",
+              "log_ratio_std": "standard deviation of log s (log scale)",
               "clip_fraction": "clipped tokens (%)"}
     scale = {"reward": 100, "log_ratio_std": 1, "clip_fraction": 100}
     for name, by_pair in runs.items():
@@ -228,10 +230,12 @@ def draw(runs, path):
     collapsed = sum(x < COLLAPSED for x in last["no clip"])
     good = sum(x >= SUCCESS for x in last["GSPO"])
     number = len(last["GSPO"])
-    figure.suptitle(f"Without a clip, {collapsed} of {number} runs collapse. With GSPO, {good} of "
-                    f"{number} answer at least 90% of the held-out questions greedily.")
+    figure.suptitle(f"Without a clip, {collapsed} of {number} runs end below {COLLAPSED:.0%}. With "
+                    f"GSPO, {good} of {number} reach {SUCCESS:.0%}. (Held-out questions, greedy "
+                    "decoding)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  title=f"bold: mean of {number} runs; thin: one run")
+                  title=f"bold with markers: mean of {number} runs; thin: one run; "
+                        "one update: one optimizer step per rollout", handlelength=4)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

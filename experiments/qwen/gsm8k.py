@@ -137,7 +137,8 @@ def report(args):
         (output / "answers.md").write_text(side_by_side(questions, arms), encoding="utf-8")
         print(table(arms))
     if runs:
-        draw(runs, output / "runs.png", eps_high=4e-4)
+        named = {arm.upper(): rows for arm, rows in runs.items()}
+        draw(named, output / "runs.png", eps_high=4e-4)
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
         for name in ("table.md", "answers.md", "runs.png", *(f"{arm}.jsonl" for arm in ARMS)):

@@ -25,6 +25,7 @@ from pathlib import Path
 import train_math
 from common.intervals import accuracy, accuracy_text, gain_text
 from common.logs import read, write
+from common.plot import MORE_STYLES, STYLES
 from experiments import evaluate
 
 SETTINGS = [
@@ -145,42 +146,66 @@ def compare(runs):
     return "\n".join(lines) + "\n"
 
 
-def draw(runs, path, ylabel="right, by the last number (95%)"):
-    """Right samples in training, and right answers to held-out questions before and after; each
-    run a line, {folder: load_run(folder)}, GRPO's in a colour of their own."""
+def draw(runs, path):
+    """The accuracy in training, and on held-out questions before and after it, in three panels.
+
+    runs: {folder: load_run(folder)}. Each run is a line in training, and a point per temperature
+    after it, with its 95% interval."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    shown, afters = {}, []
-    for i, (settings, steps, answers) in enumerate(runs.values()):
+    figure, axes = plt.subplots(1, 3, figsize=(9, 4.8), sharey=True, layout="constrained",
+                                width_ratios=(1.5, 4, 2.4))
+    before, training, after = axes
+    offsets = [0.6 * (i + 0.5) / len(runs) - 0.3 for i in range(len(runs))]
+    groups = {}  # algorithm: the greedy accuracy after each of its runs
+    for (settings, steps, answers), offset in zip(runs.values(), offsets):
         name = settings["algorithm"].upper()
-        color = "C1" if name == "GRPO" else "C0"
-        curve = [row["reward"] for row in steps]
-        line, = axis.plot(range(1, len(steps) + 1), curve, ".-", color=color, alpha=0.5)
-        shown[f"{name}, samples in training"] = line
-        for (when, temperature), rows in answers.items():
-            if temperature in TEMPERATURES["after"]:
-                y, low, high = accuracy(correct(rows))
-                x, own = 0, "black"
-                if when == "after":
-                    x = len(steps) + 0.8 + i / 4 + temperature * (len(runs) / 4 + 0.2)
-                    own = color
-                    afters.append(x)
-                axis.errorbar(x, y, [[y - low], [high - y]], fmt="o" if temperature else "s",
-                              capsize=3, color=own)
-    for name, mark in ("held out, greedy", "s"), ("held out, sampled", "o"):
-        line, = axis.plot([], [], mark, color="black")
-        shown[name] = line
+        color, line = STYLES.get(settings["algorithm"], MORE_STYLES[0])
+        look = {"color": color, "marker": "s" if name == "GRPO" else "o",
+                "fillstyle": "none" if name == "GRPO" else "full"}
+        curve = [100 * row["reward"] for row in steps]
+        label = None if name in groups else name
+        training.plot(range(1, len(steps) + 1), curve, linestyle=line, alpha=0.7, markersize=4,
+                      label=label, **look)
+        for place, temperature in enumerate(TEMPERATURES["after"]):
+            start = answers["before", temperature]
+            interval(before, place, correct(start), color="black", marker="D")
+            interval(after, place + offset, correct(answers["after", temperature]), **look)
+        groups.setdefault(name, []).append(accuracy(correct(answers["after", 0.0]))[0])
     best = max(accuracy(correct(answers["before", x]))[0] for x in TEMPERATURES["before"])
-    shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
-    axis.set(xlabel="rollout", ylabel=ylabel, ylim=(0, 1))
-    places = range(2, len(steps) + 1, 2)
-    axis.set_xticks([0, *places, sum(afters) / len(afters)], ["before", *places, "after"])
-    axis.grid(alpha=0.3)
-    figure.legend(shown.values(), shown, loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=110)
+    for axis in axes:
+        axis.axhline(100 * best, color="black", linestyle=":",
+                     label="pre-trained model at its best temperature" if axis is before else None)
+        axis.grid(alpha=0.3)
+    for axis, title in ((before, "before training:\nheld-out questions"),
+                        (after, "after training:\nheld-out questions")):
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks(range(2), ["greedy", "sampled"])
+        axis.set_xlim(-0.6, 1.6)
+    training.set_title("training:\nsampled responses to training questions", fontsize=10)
+    training.set_xlabel("rollout")
+    training.xaxis.get_major_locator().set_params(integer=True)
+    before.set(ylabel="accuracy by the last number (%)", ylim=(0, 100))
+    start = accuracy(correct(answers["before", 0.0]))[0]
+    ends = []
+    for name, values in groups.items():
+        number = f"mean of {len(values)} runs" if len(values) > 1 else "one run"
+        ends.append(f"{sum(values) / len(values):.1%} after {name} ({number})")
+    figure.suptitle("Greedy accuracy on held-out questions:\n"
+                    f"{start:.1%} before training, {', '.join(ends)}")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9,
+                  title="a line in training, and two points after it: one run; "
+                        "vertical bars: 95% interval")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def interval(axis, x, values, **look):
+    """A point at the accuracy in percent, with its 95% interval."""
+    middle, low, high = (100 * y for y in accuracy(values))
+    axis.errorbar(x, middle, [[middle - low], [high - middle]], capsize=3, **look)
 
 
 def show(folders):
