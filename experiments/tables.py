@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common import plot
 from common.logs import read, read_packed, unpack
-from experiments import bench_vs_trl, exact, precision, ratios, rival_report
+from experiments import bench_vs_trl, exact, precision, range_rule, ratios, rival_report
 from experiments.qwen import gsm8k, gsm8k_gpu, sums
 from experiments.rival_settings import EXPERIMENTS
 
@@ -53,6 +53,8 @@ def draw_pictures():
     ratios.draw(by_length, histograms, rivals / "ratios.png", ratios.TITLE)
     exact.draw_ratios(read(rivals / "exact_ratios.jsonl"), rivals / "exact.png")
     precision.draw(precision.logged(precision.RESULTS), RESULTS / "precision.png")
+    if range_rule.LOG.exists():
+        range_rule.draw(read(range_rule.LOG), RESULTS / "range_rule.png")
     gsm8k_gpu.draw(read_packed(gsm8k_gpu.RESULTS / "metrics.jsonl"),
                    gsm8k_gpu.RESULTS / "curves.png")
     runs = {name.upper(): read(RESULTS / "gsm8k" / f"{name}.metrics.jsonl")
