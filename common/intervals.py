@@ -9,7 +9,7 @@ from train_math import wilson
 
 
 def accuracy(values):
-    """(share of correct answers, lower and upper end of Wilson's 95% interval)."""
+    """(fraction of correct answers, lower end, upper end) with Wilson's 95% interval."""
     correct = sum(values)
     low, high = wilson(correct, len(values))
     return correct / len(values), low, high
@@ -23,9 +23,9 @@ def accuracy_text(values):
 def paired(before, after):
     """Compares the answers of two models to the same questions.
 
-    Returns the difference of the two accuracies, its 95% interval (normal approximation), and the p
-    of McNemar's exact test: if a changed answer were as likely to change for the better as for the
-    worse, how likely would a split at least as uneven as this one be?"""
+    Returns the difference of the two accuracies, its 95% interval (normal approximation), and the
+    p-value of McNemar's exact test. This is the probability of a split between gained and lost
+    answers that is at least as uneven as the observed one, if both were equally likely."""
     n = len(before)
     gained = 0
     lost = 0

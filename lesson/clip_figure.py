@@ -1,6 +1,6 @@
 """A figure of lesson/README.md: the objective of a response against its importance ratio s.
 
-    python -m lesson.clip_figure      writes lesson/clip.png
+    python -m lesson.clip_figure      draws lesson/clip.png
 """
 from pathlib import Path
 

@@ -153,7 +153,7 @@ class TestHandOut:
         (tmp_path / "class-key.md").write_text("mine")
         with pytest.raises(SystemExit) as stop:
             find_the_bug.main(flags)
-        assert stop.value.code == 2 and "class-key.md is there already" in capsys.readouterr().err
+        assert stop.value.code == 2 and "class-key.md exists already" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["class-key.md"]
 
     def test_makes_new_runs_with_a_seed_each(self, tmp_path, monkeypatch):

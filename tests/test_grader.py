@@ -103,7 +103,7 @@ class TestHandOut:
         done = command(ROOT / "test_gspo.py", "--handout", tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         there = tmp_path / "grading.py"
-        assert done.stderr == f"{there} is there already: nothing has been written\n"
+        assert done.stderr == f"{there} exists already, so nothing was written\n"
         assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
     def test_may_be_smaller(self):
@@ -348,7 +348,7 @@ class TestPoints:
     def test_are_lost_where_the_mistake_is(self, grades):
         row = grades["no_root, max_for_min"]
         assert [*lost(row, "maths")] == ["sequence_ratio", "clipped_objective"]
-        lent = "gspo_loss: tested with a right sequence_ratio and clipped_objective"
+        lent = "gspo_loss: tested with a correct sequence_ratio and clipped_objective"
         assert lent in row["remark"]
 
     @pytest.mark.parametrize("name", ["sign", "sum"])
@@ -359,8 +359,8 @@ class TestPoints:
     def test_lost_to_one_helper_say_so(self, grades):
         row = grades["loss_over_T"]
         assert [*lost(row, "maths")] == ["gspo_token_loss", "grpo_loss"]
-        perhaps = "perhaps the mistake is gspo_token_loss's, too, as both call _over_T: "
-        assert f"grpo_loss: {perhaps}" in row["remark"]
+        perhaps = "perhaps this is the same mistake as in gspo_token_loss, because both call _over"
+        assert f"grpo_loss: {perhaps}_T: " in row["remark"]
 
     def test_do_not_suspect_a_helper_of_a_function_that_passes(self):
         """sequence_ratio and grpo_loss call _log_ratio, and so does gspo_token_loss."""
@@ -369,7 +369,7 @@ class TestPoints:
         assert class_grades.shared_helpers(homework, GSPO, lost) == {}
         lost.insert(1, "gspo_token_loss")
         remarks = class_grades.shared_helpers(homework, GSPO, lost)
-        perhaps = "perhaps the mistake is sequence_ratio's, too, as both call _log_ratio"
+        perhaps = "perhaps this is the same mistake as in sequence_ratio, because both call _log_ra"
         assert list(remarks) == lost[1:]
         assert all(remark.startswith(perhaps) for remark in remarks.values())
 
@@ -420,7 +420,7 @@ class TestHints:
 class TestHostileFiles:
     @pytest.mark.parametrize("said", [
         "leaves a thread running",
-        "group_advantages: an endless loop? It was ended after 5 seconds of CPU time",
+        "group_advantages: is there an endless loop? The test was ended after 5 seconds of CPU",
         "token_log_probs: token_log_probs ends the run or its test (SystemExit)",
         "sequence_ratio: OSError: pytest: reading from stdin",
         "clipped_objective: clipped_objective ends the run or its test (Skipped)",
@@ -438,7 +438,7 @@ class TestHostileFiles:
 
     @pytest.mark.parametrize("name, said", [
         ("imports", "does not load: line 1: ModuleNotFoundError: import of gspo halted"),
-        ("loops", "does not load: line .: Failed: an endless loop?"),
+        ("loops", "does not load: line .: Failed: is there an endless loop?"),
         ("killed", "ends the process .SIGKILL.")])
     def test_have_no_points_where_they_do_not_load(self, grades, name, said):
         assert re.match(said, grades[name]["remark"]) and grades[name]["grade"] == 0
@@ -467,8 +467,8 @@ class TestHostileFiles:
         done = command("-m", "pytest", "-q", "--tb=no", "test_gspo.py", cwd=tmp_path,
                        env={**os.environ, "GSPO": "hostile.py"})
         assert done.returncode == 2
-        end = "hostile.py has not ended after 1 seconds: an endless loop, or does it wait? (TestMa"
-        assert end in done.stdout
+        end = "hostile.py has not ended after 1 seconds: is there an endless loop, or does it wait?"
+        assert f"{end} (TestMa" in done.stdout
         assert re.search("^total +maths +0 of", done.stdout, re.MULTILINE)
 
     @pytest.mark.parametrize("text, why", [
@@ -552,7 +552,7 @@ class TestRemarks:
         texts = {"ann": SIX_LINES, "bob": SIX_LINES.replace("centred", "c"), "cy": GSPO}
         rows = {name: class_grades.grade(teach.homework(), f"{name}.py", text, seen)
                 for name, text in texts.items()}
-        said = "the same code as in ann.py, but for names and docstrings"
+        said = "the same code as in ann.py, except for names and docstrings"
         assert [said in row["remark"] for row in rows.values()] == [False, True, False]
 
     def test_are_silent_on_an_honest_file(self, grades):

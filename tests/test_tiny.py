@@ -97,5 +97,5 @@ def test_help_tells_of_the_world_and_of_all_other_flags(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
     assert "--world WORLD" in text
-    assert "any flag that train_math.py --help shows" in text
+    assert "All flags that train_math.py --help shows" in text
     assert "--epochs 4" in text
