@@ -1,18 +1,18 @@
-"""The importance ratios of tokens and of responses: how far they spread, and what is clipped.
+"""The importance ratios of tokens and of responses: how much they vary, and how many are clipped.
 
     python -m experiments.rivals ratios                                           the tiny model
-    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   and real weights
+    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   and a real model
 
 train_math.train makes one rollout and its optimizer steps, one for each of four minibatches. Then
-the ratios between the policy that sampled and the policy after the updates are measured, as the
-next epoch would see them, for all responses with a gradient, cut to their first 8, 32, 128 and 512
-tokens.
+the importance ratios of the policy after these updates to the policy that sampled are measured. A
+second epoch would start with these ratios. They are measured for all responses with a gradient, cut
+to their first 8, 32, 128 and 512 tokens.
 
-The tiny model is that of the long task of rivals.py at its learning rate, 3e-4, from three
-pre-trained models. The real one is SmolLM2-135M-Instruct on questions of GSM8K at 1e-6 in float32,
-with three seeds; it takes 15 minutes. It samples 4 prompts x 4 responses of 512 tokens without an
-end token. The reward is 1 for an odd number of letters e, so that there is something to learn.
-ratios.jsonl has a line for each model, seed and length.
+The tiny model is trained on the long task of rivals.py at its learning rate, 3e-4, from three
+starting models. The real model is SmolLM2-135M-Instruct on questions of GSM8K, at a learning rate
+of 1e-6 in float32, with three seeds. This takes 15 minutes. 4 prompts x 4 responses of 512 tokens
+without an end token are sampled. The reward is 1 for an odd number of letters e, so that rewards
+differ. ratios.jsonl has a line for each model, seed and length.
 """
 import itertools
 import math
@@ -47,8 +47,8 @@ COLUMNS = {
 
 
 def after_one_rollout(model, tokenizer, questions, cfg, **pieces):
-    """[(log_probs, old_log_probs, advantage)] of the responses, each (tokens,), after all updates
-    on their rollout."""
+    """[(log_probs, old_log_probs, advantage)] of the responses after all updates on their rollout.
+    Both log-probs are (tokens,)."""
     batches = []
 
     def build_minibatches(*arguments):
@@ -70,8 +70,8 @@ def after_one_rollout(model, tokenizer, questions, cfg, **pieces):
 
 
 def measure(responses, length):
-    """Spreads and clip fractions of the responses' first `length` tokens; None if not half of them
-    are that long."""
+    """Standard deviations and clip fractions of the responses' first `length` tokens, or None if
+    less than half of the responses are that long."""
     long = [(now[:length], old[:length], a) for now, old, a in responses if len(now) >= length]
     if len(long) < len(responses) / 2:
         return None
@@ -101,7 +101,7 @@ def odd_number_of_e(prompts, completions, **columns):
 
 
 def endless_rollout(*arguments):
-    """train_math's, without an end token."""
+    """train_math.rollout without an end token."""
     *arguments, _ = arguments
     return train_math.rollout(*arguments, torch.tensor([], dtype=torch.long))
 
@@ -118,8 +118,8 @@ def real_weights(name, gsm8k, seed):
 
 
 def histogram(responses):
-    """Counts of all tokens' and all responses' |log ratio| in BINS; the first bin takes what is
-    smaller, the last what is larger."""
+    """Counts of |log ratio| in BINS, for all tokens and for all responses. Values outside of the
+    bins are counted in the first and the last bin."""
     log_ratios = [(now - old).double() for now, old, _ in responses]
     means = [log_ratio.mean() for log_ratio in log_ratios]
     return {"tokens": counts(torch.cat(log_ratios)), "responses": counts(torch.stack(means))}
@@ -204,7 +204,7 @@ def mean_by_length(name, rows):
 
 
 def table(rows):
-    """Markdown: a model and a length a line, with each run's value. Histograms are passed over."""
+    """Markdown: a line per model and length, with the value of each run. Histograms are skipped."""
     rows = [row for row in rows if "length" in row]
     lines = [
         f"| model | tokens | {' | '.join(COLUMNS.values())} |",
@@ -223,8 +223,8 @@ def table(rows):
 
 
 def main(results, tiny_runs, model=None, gsm8k=None):
-    """tiny_runs: (seed, responses) of the tiny model, one after the other. Real weights are
-    measured if they are given, and otherwise shown as they were last time."""
+    """tiny_runs: an iterable of (seed, responses) of the tiny model. A real model is measured if it
+    is given. Otherwise its earlier rows are kept."""
     path = results / "ratios.jsonl"
     rows = []
     for seed, responses in tiny_runs:
@@ -244,7 +244,7 @@ def main(results, tiny_runs, model=None, gsm8k=None):
 
 
 def rows_of(model, seed, responses):
-    """Of one run, for ratios.jsonl: the measures at each length, and the histogram."""
+    """The rows of one run for ratios.jsonl: the measures at each length, and the histogram."""
     found = [measure(responses, length) for length in LENGTHS]
     found = [row for row in found if row] + [histogram(responses)]
     return [{"model": model, "seed": seed, **row} for row in found]

@@ -22,13 +22,14 @@ from experiments.rival_settings import EARLY, EXPERIMENTS, GRPO, GSPO, NO_GATE, 
 
 RESULTS = Path(__file__).with_name("results") / "rivals"
 PRECISION = RESULTS.parent / "precision"
-STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # number of cold starts: t of a 95% interval
-# No interval is narrower than this. Three cold starts may agree by chance: 135 differences between
-# arms with an accuracy above 0.75 have a pooled standard deviation of 0.053. For six, the limit is
-# what the sampling of 256 answers causes, 0.02.
+STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # number of starting models: t of a 95% interval
+# No interval is narrower than this, because three starting models may agree by chance. 135
+# differences between variants with an accuracy above 0.75 have a pooled standard deviation of
+# 0.053. For six starting models, the limit is 0.02, which sampling 256 answers causes.
 NARROWEST = {3: 0.06, 6: 0.02}
-OPTIONAL = "experts changed", "sampled: greedy", "gradient norm"  # columns, where measured
-CLIPPED_AS_GSPO = "gspo_200", "luspo", "luspo_200"  # of the losses in successors.py
+OPTIONAL = "experts changed", "sampled: greedy", "gradient norm"  # columns that may be missing
+CLIPPED_AS_GSPO = "gspo_200", "luspo", "luspo_200"  # the losses of successors.py with GSPO's clip
+# Experiments whose picture is published. There are also those of the functions draw_...
 SHOWN = "clip_range", "gate", "lower_rates", "negatives", "turns", "unfinished_60"
 
 
@@ -45,7 +46,7 @@ def runs_of(spec, rows):
 
 
 def comparable(arms, rows):
-    """The runs of these variants, from those seeds alone that every variant has."""
+    """The runs of these variants, only from those seeds that every variant has."""
     rows = [row for row in rows if row["arm"] in arms]
     seeds_of_each = [{row["seed"] for row in runs_of(spec, rows)} for spec in arms]
     common = set.intersection(*seeds_of_each)
@@ -56,8 +57,8 @@ def comparable(arms, rows):
 
 
 def table(name, rows):
-    """Markdown: a line for each arm, with the mean and every value. Columns in which nothing was
-    measured are left out if they are OPTIONAL."""
+    """Markdown: a line for each variant, with the mean and every value. An OPTIONAL column is left
+    out if nothing was measured in it."""
     lines = []
     for panel, arms in EXPERIMENTS[name].items():
         first = None
@@ -85,13 +86,15 @@ def table(name, rows):
     return "\n".join(text) + "\n"
 
 
-def before_rl(what, shares):
-    each = [f"{task} {cold} {share}" for (task, cold), share in sorted(shares.items())]
+def before_rl(what, accuracies):
+    each = [f"{task} {cold} {value}" for (task, cold), value in sorted(accuracies.items())]
     return [f"\nBefore RL, {what}: {', '.join(each)}"] if each else []
 
 
 def cells_of(own, first):
-    """{column: the cell of this arm, "-" if nothing was measured}; first: the panel's first arm."""
+    """{column: the cell of this variant, "-" if nothing was measured}.
+
+    own: the runs of this variant. first: the runs of the first variant of the panel."""
     def told(r):
         return f"{r['accuracy']:.2f}" + f" from {r['start']:.2f}" * ("first" in r["arm"])
 
@@ -126,8 +129,8 @@ def average(rows, metric, form, start=0):
 def clips_as_logged(spec):
     """Whether the clip fraction that train_math.py logs is that of this variant's own clip.
 
-    It is computed for the clip of gspo_loss or grpo_loss. Some variants have no clip, or clip by
-    another rule: most losses of successors.py, noisy gates, gates on one side, random ones."""
+    It is computed for the clip of gspo_loss or grpo_loss. Some variants have no clip or another
+    clipping rule: most losses of successors.py, and gates that are noisy, random or on one side."""
     loss = dict(zip(("weight", "gate", "cap", "side", "shuffled"), spec.get("loss", [])))
     if loss.get("gate") == "one" or loss.get("side", "both") != "both" or loss.get("shuffled"):
         return False
@@ -135,8 +138,8 @@ def clips_as_logged(spec):
 
 
 def clipped(rows):
-    """The share of response tokens that the clip removes from the gradient; "-" if the logs do not
-    say it. A variant without a clip removes nothing."""
+    """The fraction of response tokens that the clip removes from the gradient, or "-" if it was not
+    logged. A variant without a clip removes nothing."""
     spec = rows[0]["arm"]
     if "loss" in spec and spec["loss"][1] == "one":
         return "0.0%"
@@ -151,7 +154,7 @@ def spread(values):
 
 
 def by_cold_start(rows):
-    """{cold start: its runs}"""
+    """{starting model: its runs}"""
     groups = {}
     for r in rows:
         groups.setdefault(r["cold"], []).append(r)
@@ -159,7 +162,7 @@ def by_cold_start(rows):
 
 
 def means(rows, name="accuracy"):
-    """{cold start: mean over its runs}"""
+    """{starting model: the mean over its runs}"""
     return {cold: statistics.fmean(r[name] for r in runs)
             for cold, runs in by_cold_start(rows).items()}
 
@@ -169,8 +172,8 @@ def mean(rows, name="accuracy"):
 
 
 def difference(rows, others):
-    """The mean difference in accuracy over the cold starts that both have, with a 95% interval from
-    Student's t."""
+    """The mean difference in accuracy over the starting models that both variants have, with a 95%
+    interval from Student's t."""
     own = means(rows)
     first = means(others)
     d = [own[cold] - first[cold] for cold in own if cold in first]
@@ -493,7 +496,7 @@ def draw_noise(rows, path, title=None):
 
 
 def text_of(name, every):
-    """The contents of NAME.md; every: all rows of runs.jsonl."""
+    """The contents of NAME.md. every: all rows of runs.jsonl."""
     text = table(name, comparable(arms_of(name), every))
     if name == "greedy":
         text += cooling(every)
@@ -528,7 +531,7 @@ def draw_pictures(name, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="+", choices=[*EXPERIMENTS, "all"])
+    parser.add_argument("names", nargs="+", choices=[*EXPERIMENTS, "all"], help="experiments")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with runs.jsonl")
     args = parser.parse_args()
     for name in EXPERIMENTS if "all" in args.names else args.names:

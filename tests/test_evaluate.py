@@ -124,10 +124,10 @@ class TestCommand:
         assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
         with pytest.raises(SystemExit):
             evaluate.main([path, "--eval_size", "3"])
-        assert "unknown without --model: --eval_size 3" in capsys.readouterr().err
+        assert "these flags need --model: --eval_size 3" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             evaluate.main([path])
-        assert f"no answers in {path}" in capsys.readouterr().err
+        assert f"{path} has no answers" in capsys.readouterr().err
 
     def test_refuses_answers_to_different_questions(self):
         rows = [{"question": i, "reward": 1.0} for i in range(3)]

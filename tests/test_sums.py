@@ -365,11 +365,11 @@ class TestRange:
     def test_of_no_model_and_of_no_logs_is_refused(self, tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match="--model no/such/model"):
             self.call(monkeypatch, "--model", "no/such/model", "--output_dir", tmp_path)
-        with pytest.raises(SystemExit, match="no logs in"):
+        with pytest.raises(SystemExit, match="has no logs"):
             self.call(monkeypatch, "--show", tmp_path)
         assert not list(tmp_path.iterdir())
 
     def test_without_a_model_is_refused(self, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             self.call(monkeypatch)
-        assert "--model or --show" in capsys.readouterr().err
+        assert "give --model, or --show" in capsys.readouterr().err

@@ -1,10 +1,10 @@
-"""The table and the picture of the GSM8K runs on one H100, from their logs.
+"""Makes the table and the picture of the GSM8K runs on one H100 from their logs.
 
     python -m experiments.qwen.gsm8k_gpu
 
-Reads metrics.jsonl (four runs) and answers.jsonl (the graded answers of the models, without texts)
-in experiments/results/gsm8k_gpu, and writes table.md and curves.png there. gsm8k_gpu.md, which is
-the page about these runs, names the commands that made the logs.
+This reads metrics.jsonl (four runs) and answers.jsonl (the graded answers of the models, without
+texts) in experiments/results/gsm8k_gpu, and writes table.md and curves.png there. The page about
+these runs, gsm8k_gpu.md, has the commands that made the logs.
 """
 from pathlib import Path
 
@@ -40,7 +40,8 @@ def points(difference):
 
 
 def table_row(evaluation, baseline):
-    """One line of the table. baseline: the pre-trained model, same questions and precision."""
+    """One line of the table. baseline: the pre-trained model on the same questions, at the same
+    precision."""
     rewards = evaluation["reward"]
     n = len(rewards)
     low, high = wilson(sum(rewards), n)

@@ -1,22 +1,23 @@
-"""Qwen2.5-0.5B learns sums by GSPO, on any CPU.
+"""Trains Qwen2.5-0.5B on products in words by GSPO, on any CPU.
 
     python -m experiments.qwen.sums                         Qwen2.5-0.5B-Instruct, from the hub
     python -m experiments.qwen.sums --seed 1 --output_dir runs/sums_1
                                                             or any other flag of train_math.py
-    python -m experiments.qwen.sums --show FOLDER           a run's table and picture, from its logs
+    python -m experiments.qwen.sums --show FOLDER           table and picture of a run from its logs
     python -m experiments.qwen.sums --show FOLDER FOLDER    several runs in one table and picture
 
-The questions are products in words, to be answered in one line. The reward is 1 if the last number
-of a response is correct. The training loop is train_math.main(). Afterwards, the pre-trained
-model and the trained one answer 256 held-out questions, whose products are in no training question:
-greedily, and sampled at temperature 1, as in training.
+The questions are products in words, which the model answers in one line. The reward is 1 if the
+last number of a response is correct. The training loop is train_math.main(). Afterwards, the
+pre-trained model and the trained model answer 256 held-out questions, whose products are in no
+training question. They answer with greedy decoding, and sampled at temperature 1 as in training.
 
-Training also makes a model more confident, and so does a lower temperature, at no cost. Therefore
-the pre-trained model is also asked at two temperatures in between, and is compared at its best one.
+Training also makes a model more confident. A lower temperature does the same without any training.
+Therefore the pre-trained model is also asked at two temperatures in between, and its best
+temperature is the one that the trained model is compared with.
 
-If the command is interrupted, run it again to continue; nothing is done twice. A run with other
-settings needs another folder. before.jsonl, with the answers of the pre-trained model, can be
-copied there if --model, --instruction and --max_completion_length are the same.
+If the command is interrupted, run it again to continue. Nothing is done twice. A run with other
+settings needs another folder. before.jsonl, which has the answers of the pre-trained model, can be
+copied to it if --model, --instruction and --max_completion_length are the same.
 """
 import random
 import sys
@@ -34,11 +35,12 @@ SETTINGS = [
     "--save_steps=5", "--eval_size=0", "--rollout_rows=256"]  # all held-out questions at once
 GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three: sums_range.py
 MAY_CHANGE = train_math.MAY_CHANGE - {"max_steps"} | {"questions"}  # when a run is resumed
-TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy
+TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy decoding
 
 
 def make_questions(n_held_out=256):
-    """(questions to train on, questions held out): two digits times one, and two times two."""
+    """(training questions, held-out questions). The products have two digits times one digit, or
+    two digits times two digits."""
     rng = random.Random(0)
     pairs = [(a, b) for a in range(3, 10) for b in range(11, 100)]
     pairs += [(a, b) for a in range(11, 30) for b in range(a, 60)]
@@ -59,7 +61,7 @@ def last_number_reward(prompts, completions, answer, **columns):
 
 
 def missing(folder, when):
-    """The temperatures at which the model before or after the training is still to be asked."""
+    """The temperatures at which the model before or after training has not answered yet."""
     return evaluate.missing(folder / f"{when}.jsonl", TEMPERATURES[when])
 
 
@@ -67,7 +69,7 @@ def missing(folder, when):
 
 
 def load_run(folder):
-    """A run's logs: (settings, steps, {(when, temperature): answers}). SystemExit: no run."""
+    """The logs of a run: (settings, steps, {(when, temperature): answers}). SystemExit: no run."""
     rows = read(folder / "training" / "metrics.jsonl")
     if not rows:
         sys.exit(f"sums.py: no run in {folder}: it has no training/metrics.jsonl")
@@ -97,7 +99,8 @@ def minutes(steps):
 
 
 def table(answers, steps, best):
-    """Markdown: each of the answers, {(when, temperature): rows}, and after minus before."""
+    """Markdown: a line for each entry of answers, {(when, temperature): rows}, and the differences
+    of the accuracy after training and before it."""
     _, questions = make_questions()
     lines = [
         "model | temperature | right, by the last number (95%) | times 1 digit | times 2 digits | "
@@ -124,7 +127,9 @@ def table(answers, steps, best):
 
 
 def compare(runs):
-    """Markdown: a line a run, {folder: load_run(folder)}; means of each algorithm and range."""
+    """Markdown: a line per run, and the means of each algorithm and clip range.
+
+    runs: {folder: load_run(folder)}."""
     lines = [
         "run | algorithm, range | seed | greedy before (95%) | greedy after | sampled after | "
         "greedy after minus before | rollouts | minutes",
@@ -140,9 +145,9 @@ def compare(runs):
         lines.append(" | ".join(map(str, [*cells, len(steps), minutes(steps)])))
         if all(asked):
             means.setdefault(algorithm, []).append([accuracy(correct(rows))[0] for rows in asked])
-    for algorithm, shares in means.items():
-        cells = [f"{sum(column) / len(shares):.1%}" for column in zip(*shares)]
-        lines.append(f"mean of {len(shares)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
+    for algorithm, values in means.items():
+        cells = [f"{sum(column) / len(values):.1%}" for column in zip(*values)]
+        lines.append(f"mean of {len(values)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
     return "\n".join(lines) + "\n"
 
 
@@ -209,9 +214,10 @@ def interval(axis, x, values, **look):
 
 
 def show(folders):
-    """A run's table.md and sums.png; of several a line each is printed, and compared.png drawn."""
+    """Writes table.md and sums.png of one run. For several runs, prints a line per run and draws
+    compared.png."""
     if not folders:
-        sys.exit("sums.py: --show needs the folder of a run, or several")
+        sys.exit("sums.py: --show needs the folder of a run, or several folders")
     runs = {folder: load_run(folder) for folder in folders}
     finished = {folder: run for folder, run in runs.items()
                 if not any(missing(folder, when) for when in TEMPERATURES)}
@@ -233,12 +239,12 @@ def show(folders):
 
 
 def refuse_another(folder, cfg):
-    """SystemExit: the folder has a run with other settings, and with the answers of its models."""
+    """SystemExit: the folder has a run with other settings."""
     for row in read(folder / "training" / "metrics.jsonl")[:1]:
         changed = [name for name, value in train_math.fingerprint(cfg, []).items()
                    if name not in MAY_CHANGE and row["settings"].get(name) != value]
         if changed:
-            sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}: choose "
+            sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}. Choose "
                      "another --output_dir")
 
 
@@ -249,7 +255,7 @@ def main(argv):
     flags = SETTINGS + ([] if algorithm == "grpo" else GSPO_RANGE) + argv
     cfg = train_math.parse_settings(flags)
     if cfg.dataset != train_math.Settings.dataset:
-        sys.exit("sums.py: it makes its own questions: no --dataset")
+        sys.exit("sums.py makes its own questions, so it does not accept --dataset")
     folder = Path(cfg.output_dir)
     refuse_another(folder, cfg)
     questions, held_out = make_questions()
