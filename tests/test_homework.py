@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def run_tests(folder, name, *flags):
-    """The hand-out's tests of this file of a student's."""
+    """Runs the tests of the hand-out on a student's file."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", *flags, "test_loop.py"],
         cwd=folder,
@@ -43,7 +43,7 @@ def run_tests(folder, name, *flags):
 
 
 def grade(folder, text, name="train_math.py"):
-    """{blank: (tests passed, of, what to look at first)} of this text as a student's file."""
+    """{blank: (tests passed, number of tests, what to look at first)} for a file with this text."""
     (folder / name).write_text(text, encoding="utf-8")
     done = run_tests(folder, name, "-q", "--tb=no", "-rN", "-p", "no:cacheprovider")
     lines = re.findall(r"^(\w+) +tests +(\d+) of +(\d+) *(.*)$", done.stdout, re.MULTILINE)
@@ -71,8 +71,8 @@ class TestHandOut:
         for node in bodies["train_step"]:
             assert not isinstance(node, (ast.For, ast.With))
 
-    def test_differs_in_the_blanks_alone(self, folder):
-        """All other lines are train_math.py's, in their order; docstrings among them."""
+    def test_differs_only_in_the_blanks(self, folder):
+        """All other lines, including docstrings, are those of train_math.py in their order."""
         lines = (folder / "train_math.py").read_text(encoding="utf-8").splitlines()
         answered = set()
         for body in loop_homework.statements(SOURCE).values():
@@ -84,7 +84,7 @@ class TestHandOut:
             assert set(hint.splitlines()[1:]) <= set(lines)
 
     def test_has_no_answer(self, folder):
-        """No statement that is left out stands in the tests."""
+        """The tests contain no statement that is left out."""
         handed_out = set()
         for name in "test_loop.py", "grading.py":
             text = (folder / name).read_text(encoding="utf-8")
@@ -106,22 +106,22 @@ class TestHandOut:
 
 
 class TestGrade:
-    def test_of_the_hand_out_is_nothing_and_names_the_blanks(self, folder):
+    def test_of_the_hand_out_is_zero_and_names_the_blanks(self, folder):
         text = (folder / "train_math.py").read_text(encoding="utf-8")
         got = grade(folder, text)
         assert list(got) == BLANKS
         assert all(passed == 0 and "is still to be written" in hint
                    for passed, _, hint in got.values())
 
-    def test_of_train_math_is_all_on_a_machine_with_a_gpu_too(self, folder):
-        """There, the default of --device is another; here, it is one that holds no values."""
+    def test_of_train_math_is_full_also_on_a_machine_with_a_gpu(self, folder):
+        """On a GPU machine, the default of --device differs. Here it is a device without values."""
         default = '"cuda" if torch.cuda.is_available() else "cpu"'
         assert SOURCE.count(default) == 1
         got = grade(folder, SOURCE.replace(default, '"meta"'), "right.py")
         assert list(got) == BLANKS
         assert all(passed == of > 0 and not hint for passed, of, hint in got.values())
 
-    def test_of_a_file_that_does_not_load_is_a_line(self, folder):
+    def test_of_a_file_that_does_not_load_is_one_line(self, folder):
         (folder / "broken.py").write_text("import nothing_of_this_name")
         done = run_tests(folder, "broken.py", "-q")
         assert done.returncode == 2
@@ -163,7 +163,7 @@ class TestGrade:
 
 
 def changed(*changes):
-    """train_math.py with these changes, each (what stands there, what shall)."""
+    """train_math.py with these changes, which are pairs (old text, new text)."""
     text = SOURCE
     for right, wrong in changes:
         assert text.count(right) == 1, right
@@ -184,7 +184,7 @@ NORM = """        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.paramet
 """
 STEP = "        optimizer.step()\n        optimizer.zero_grad()\n"
 DENOMINATOR = "denominator=denominator)\n            with"
-MISTAKES = [  # the only blank that loses points, but for the whole step; the change; the hint
+MISTAKES = [  # (the only blank that loses points, apart from the whole step; the change; the hint)
     ("MicroBatch", ("is_response[1:]", "is_response[:-1]"), "a column too late"),
     ("MicroBatch", ("is_response[1:]", "is_response"), "has L - 1 columns"),
     ("MicroBatch", ("[True] * len(responses[i])", "[t != 1 for t in responses[i]]"), "end token"),
@@ -295,9 +295,9 @@ class TestMistakes:
         assert [*found] == [blank], found
         assert hint in found[blank]
 
-    def test_are_not_seen_in_other_right_files(self, tmp_path, monkeypatch):
-        """Written in another way: the module's own functions, a loop over indices, old log-probs
-        that are detached, the loss divided by hand, the gradient set to None first."""
+    def test_are_not_found_in_another_correct_file(self, tmp_path, monkeypatch):
+        """A correct file that is written in another way: with the module's own functions, a loop
+        over indices, detached old log-probs, and gradients that are set to None first."""
         path = tmp_path / "other.py"
         path.write_text(changed(
             ("parts.build_minibatches(prompts, rollout", "build_minibatches(prompts, rollout"),
