@@ -344,7 +344,7 @@ def draw_factorial(rows, path, title=None):
     figure = Figure((12, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, (_, arms), panel in zip(
-            axes, panels, ("4 epochs: 16 updates per rollout", "1 epoch: 4 updates per rollout")):
+            axes, panels, ("long responses, 4 epochs", "long responses, 1 epoch")):
         starts = []
         for i, spec in enumerate(arms.values()):
             own = runs_of(spec, rows)
@@ -458,7 +458,7 @@ def draw_noise(rows, path, title=None):
     log s that training causes. The dotted lines are what rounding adds to log s on SmolLM2, in
     units of what one step at a learning rate of 1e-6 causes there (from the logs of precision.py).
     """
-    figure = Figure((9, 5), layout="constrained")
+    figure = Figure((9.5, 5), layout="constrained")
     axis = figure.subplots()
     for epochs, dot, line, filling in ((4, "o", "-", "full"), (1, "^", "--", "none")):
         own = [r for r in rows if r["arm"]["epochs"] == epochs and "autocast" not in r["arm"]]
@@ -489,8 +489,8 @@ def draw_noise(rows, path, title=None):
         xlabel="standard deviation of the noise / standard deviation of log s by training\n"
         "(dotted: rounding on SmolLM2, learning rate 1e-6)",
     )
-    axis.legend(loc="lower left",
-                title="a marker: one run of GSPO; bold: mean;\nthin: mean without noise")
+    axis.legend(loc="lower left", fontsize=9, title_fontsize=9,
+                title="a marker: one run of GSPO\nbold: mean; thin: mean without noise")
     figure.suptitle(title or "")
     figure.savefig(path, dpi=130)
 
