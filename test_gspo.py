@@ -5,25 +5,25 @@ r"""The specification of gspo.py, and the tests of a student's version.
     GSPO=my_gspo.py python -m pytest -q --tb=no -rN test_gspo.py  print its grade
     $env:GSPO="my_gspo.py"                                        PowerShell: on a line before
 
-The maths is what the equations say, on ordinary input. The promises make a function fit for any
-input: half precision, NaN in the padding, responses without tokens, micro-batches, a ValueError for
-arguments that cannot be right. All tests of the maths come first, so `-x` is a tutorial. A failure
-first says what to look at. Only behaviour is tested, so that every correct file passes.
+The maths is what the equations say, on ordinary input. The promises make a function usable on any
+input: half precision, NaN in the padding, responses without tokens, micro-batches, and a ValueError
+for invalid arguments. All tests of the maths come first, so `-x` is a tutorial. The first line of a
+failure says what to look at. Only behaviour is tested, so every correct file passes.
 
     arXiv v2         what it says                                     function
     Eq. 6            (reward - mean) / standard deviation, by group   group_advantages
     -                log softmax(logits / temperature), at the token  token_log_probs
-    Eq. 7            s = (pi / pi_old)^(1/|y|), one ratio a response  sequence_ratio
+    Eq. 7            s = (pi / pi_old)^(1/|y|), one per response      sequence_ratio
     Eq. 1, 2, 5, 13  min(r A, clip(r) A)                              clipped_objective
     Eq. 5, 10        GSPO and its gradient                            gspo_loss
     Eq. 13-14, 17    GSPO-token: an advantage for each token          gspo_token_loss
     Eq. 2, 12        GRPO: a ratio for each token                     grpo_loss
     -                the fraction of tokens that clipping removes     clip_fraction
 
-To run fewer tests, add for example -k "SequenceRatio or GspoLoss". grading.py, which stands beside
-this file or in lesson/, ends endless loops and prints the grade; `python test_gspo.py --help` gives
-its rules. A function that fails is replaced by the right one for the losses that call it only if
-gspo.py is beside this file, so a student's own grade may be lower than the teacher's.
+To run fewer tests, add for example -k "SequenceRatio or GspoLoss". grading.py, which is beside this
+file or in lesson/, ends endless loops and prints the grade; `python test_gspo.py --help` explains
+the rules. If gspo.py is beside this file, a function that fails is replaced by the correct one when
+the losses that call it are tested. Without gspo.py, the grade may therefore be lower.
 """
 import importlib.util
 import itertools
@@ -73,9 +73,9 @@ def load(path):
 
 
 class Written:
-    """The functions under test. One that is missing, or still to be written, says so."""
+    """The functions under test. If one is missing, or not written yet, the test says so."""
     functions = {}
-    undo = {}  # the grader changes the results of a function to recognise a mistake
+    undo = {}  # {function: how the grader changes its result, to recognise a mistake}
 
     def __getattr__(self, name):
         def call(*arguments, **keywords):
@@ -127,7 +127,7 @@ def under_test(request):
     right = vars(load(ANSWERS)) if ANSWERS.is_file() else {}
     if GRADING:
         sys.modules["gspo"] = None  # from here on, import gspo is an error
-        os._exit = sys.exit        # and leaving with exit code 0 is no success
+        os._exit = sys.exit        # and to exit with code 0 is no success
     if grading is None:
         gspo.functions = dict(vars(load(PATH)))
         return
@@ -146,7 +146,7 @@ def under_test(request):
 def check(got, expected, hint, tolerance=1e-5, mistakes=()):
     """Each element is within tolerance * (1 + |expected|) of the expected, or the test fails.
 
-    mistakes: pairs of a wrong result and what to say of it. A dimension of size 1 too many or too
+    mistakes: pairs of a wrong result and the message for it. A dimension of size 1 too many or too
     few costs points in one promise, and not here."""
     if got.dtype not in (torch.float32, torch.float64):
         fail("compute in float32: bfloat16 cannot represent 1 + 3e-4", f"got {got.dtype}")
@@ -173,7 +173,7 @@ def check_shape(got, shape):
 
 
 def check_refused(hint, function, *arguments, names=()):
-    """The call raises a ValueError whose message holds `names`, or the test fails with the hint."""
+    """The call raises a ValueError whose message contains `names`, or the test fails with hint."""
     error = None
     try:
         got = function(*arguments)
@@ -223,14 +223,14 @@ def check_no_gradient_of_old(function, new, old, *arguments):
         fail("old_log_probs must not get a gradient: detach it", f"got {old.grad.tolist()}")
 
 
-# ---- the example that a pencil can check ---------------------------------------------------------
+# ---- an example that can be checked with a pencil ------------------------------------------------
 
 # Five responses of 2, 4, 3, 2 and 0 tokens. Each number is pi_new / pi_old of one token.
 RATIOS = [[8, 1/2],                # s = (8 * 1/2)^(1/2)             = 2
           [1/8, 1, 2, 1/4],        # s = (1/8 * 1 * 2 * 1/4)^(1/4)   = 1/2
           [4, 1/2, 4],             # s = (4 * 1/2 * 4)^(1/3)         = 2
           [1/8, 2],                # s = (1/8 * 2)^(1/2)             = 1/2
-          []]                      # no token at all: only in the tests about that
+          []]                      # no tokens; used only in the tests of empty responses
 SEQUENCE_RATIOS = [2, 1/2, 2, 1/2]
 ADVANTAGES = [1.0, -1.0, -3.0, 2.0, 1.0]
 RANGE = (0.2, 0.5)                 # the clip range of the example: 0.8 to 1.5
@@ -276,9 +276,10 @@ CLIPPED = [
 
 
 def random_batch(seed=0, one_ratio=True, one_advantage=True):
-    """12 responses of 1 to 9 tokens with holes in the mask: a loss's .arguments, .value, .gradient.
-    Each token is one of the first six lines above, with an advantage of its own size. one_ratio: a
-    line is the whole response's, and the ratios of its tokens scatter about it."""
+    """The .arguments of a loss for 12 responses of 1 to 9 tokens with gaps in the mask, and the
+    loss's .value and .gradient. Ratio and sign of A are those of one of the first six rows of
+    CLIPPED, and the size of A is random. one_ratio: all tokens of a response have the same row, and
+    their ratios scatter around the ratio of this row."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(9) < torch.randint(1, 10, (12, 1), generator=generator)
     mask[:, 1:] &= torch.rand(12, 8, generator=generator) > 0.15
@@ -311,8 +312,8 @@ def random_batch(seed=0, one_ratio=True, one_advantage=True):
 
 class TestMathsOfGroupAdvantages:
     def test_is_the_reward_minus_the_mean_over_the_standard_deviation(self):
-        """.8 .4 .6: mean .6, deviations .2 -.2 0, sample variance (.04 + .04) / (3 - 1) = .04,
-        standard deviation .2."""
+        """0.8, 0.4 and 0.6 have the mean 0.6, the deviations 0.2, -0.2 and 0, the sample variance
+        (0.04 + 0.04) / (3 - 1) = 0.04 and the standard deviation 0.2."""
         got = gspo.group_advantages(torch.tensor([0.8, 0.4, 0.6]), 3, std_eps=0.0)
         hint = "Eq. 6: (reward - mean) / standard deviation, which is that of a sample (n - 1)"
         check(got, [1, -1, 0], hint, mistakes=[
@@ -324,7 +325,7 @@ class TestMathsOfGroupAdvantages:
 
     @pytest.mark.parametrize("group_size", [2, 3, 8])
     def test_looks_at_each_group_on_its_own(self, group_size):
-        """The second group's rewards are the first's times 10 plus 100."""
+        """The rewards of the second group are 10 times those of the first group, plus 100."""
         rewards = torch.rand(group_size, generator=torch.Generator().manual_seed(0))
         alone = gspo.group_advantages(rewards, group_size, std_eps=0.0)
         both = torch.cat([rewards, 10 * rewards + 100])
@@ -333,8 +334,8 @@ class TestMathsOfGroupAdvantages:
         check(got, torch.cat([alone, alone]), hint, 1e-4)
 
     def test_adds_std_eps_to_the_standard_deviation(self):
-        """0 and 2: mean 1, standard deviation sqrt 2, and so 1 / (sqrt 2 + 1) = .41421; 0 and .0002
-        with 1e-4 are the same."""
+        """0 and 2 have the mean 1 and the standard deviation sqrt 2, so the advantage of 2 is
+        1 / (sqrt 2 + 1) = 0.41421. The rewards 0 and 0.0002 with std_eps 1e-4 give the same."""
         got = gspo.group_advantages(torch.tensor([0.0, 2.0]), 2, std_eps=1.0)
         check(got, [-0.41421356, 0.41421356], "std_eps is added to the standard deviation")
         got = gspo.group_advantages(torch.tensor([0.0, 0.0002]), 2)
@@ -342,12 +343,12 @@ class TestMathsOfGroupAdvantages:
 
 
 class TestMathsOfTokenLogProbs:
-    # (1, 2, 3): three words weigh 1 2 5, and then 4 2 2; word 1 is taken, then word 0
+    # (1, 2, 3): the weights of three words are 1, 2, 5 and then 4, 2, 2. Tokens: word 1, word 0.
     LOGITS = torch.tensor([[[1.0, 2.0, 5.0], [4.0, 2.0, 2.0]]]).log()
     TOKENS = torch.tensor([[1, 0]])
 
     def test_is_the_log_of_the_tokens_probability(self):
-        """Of the weights 1 2 5, the second has probability 2/8; of 4 2 2, the first has 4/8."""
+        """Word 1 of 1, 2, 5 has the probability 2/8. Word 0 of 4, 2, 2 has the probability 4/8."""
         got = gspo.token_log_probs(self.LOGITS, self.TOKENS)
         hint = "log softmax over V, at the token; logits[:, t] predict tokens[:, t]: do not shift"
         check(got.exp(), [[2 / 8, 4 / 8]], hint, mistakes=[
@@ -356,14 +357,14 @@ class TestMathsOfTokenLogProbs:
             ([[8 / 2, 8 / 4]], "the sign is wrong: the log of a probability is not above 0")])
 
     def test_divides_the_logits_by_the_temperature(self):
-        """At temperature 1/2 the weights are squared: 1 4 25 of 30, 16 4 4 of 24."""
+        """At temperature 1/2 the weights are squared: 1, 4, 25 of 30, and 16, 4, 4 of 24."""
         got = gspo.token_log_probs(self.LOGITS, self.TOKENS, 0.5)
         roots = [math.sqrt(weight) for weight in (1, 2, 5, 4, 2, 2)]
         multiplied = [[roots[1] / sum(roots[:3]), roots[3] / sum(roots[3:])]]
         check(got.exp(), [[4 / 30, 16 / 24]], "take softmax of logits / temperature", mistakes=[
             (multiplied, "divide the logits by the temperature: do not multiply them"),
             ([[4 / 64, 16 / 64]], "divide the logits before the softmax, not the log-probs after"),
-            ([[2 / 8, 4 / 8]], "the temperature has no effect, but the policy samples at it")])
+            ([[2 / 8, 4 / 8]], "the temperature has no effect, but responses are sampled at it")])
 
     @pytest.mark.parametrize("temperature, expected", [
         (1.0, [[-1 / 8, 6 / 8, -5 / 8], [4 / 8, -2 / 8, -2 / 8]]),
@@ -378,7 +379,7 @@ class TestMathsOfTokenLogProbs:
 
 class TestMathsOfSequenceRatio:
     def test_is_the_geometric_mean_of_the_token_ratios(self):
-        """Of 1/2, 1, 4 and 8: the product is 16, so s = 16^(1/4) = 2."""
+        """The product of 1/2, 1, 4 and 8 is 16, so s = 16^(1/4) = 2."""
         new = torch.tensor([[1 / 2, 1.0, 4.0, 8.0]]).log()
         got = gspo.sequence_ratio(new, torch.zeros(1, 4), torch.ones(1, 4))
         hint = "Eq. 7: the geometric mean of the token ratios 1/2, 1, 4 and 8 is 16^(1/4) = 2"
@@ -424,7 +425,7 @@ class TestMathsOfClippedObjective:
         formula = "min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)"
         about = f"r = {ratio}, A = {advantage:g}"
         check(got, [value], f"{formula}, {about}: {look_at}", mistakes=[
-            ([-value], f"the sign is wrong: {formula} is to be maximised, the loss turns it")])
+            ([-value], f"the sign is wrong: {formula} is maximised; only the loss has a minus")])
 
     @pytest.mark.parametrize("ratio, advantage, _, slope, look_at", CLIPPED)
     def test_slopes_where_the_min_takes_the_unclipped(self, ratio, advantage, _, slope, look_at):
@@ -441,7 +442,7 @@ class TestMathsOfClippedObjective:
 
 
 class Loss:
-    """What the tests need to know of a loss. The classes below say it of each."""
+    """What the tests need to know about a loss. Each of the classes below describes one loss."""
     token_advantages = True        # takes (B, T), too
     stops_gradients = False
     sign_hint = "the sign is wrong: the loss is minus the objective"
@@ -544,7 +545,8 @@ class LossMaths:
         check(gradient, batch.gradient, f"{self.gradient_hint} ({about})")
 
     def test_has_its_own_clip_range_by_default(self):
-        """Just beyond the range, on the side that is clipped, the gradient is 0; else it is not."""
+        """Just beyond the range, on the side that is clipped, the gradient is 0. Elsewhere it is
+        not."""
         low, high = self.default_range
         for edge, sign, factor in itertools.product((high, -low), (1.0, -1.0), (1.05, 0.95)):
             ratio = 1 + factor * edge
@@ -563,7 +565,7 @@ class TestMathsOfGspoLoss(Gspo, LossMaths):
 
 class TestMathsOfGspoTokenLoss(GspoToken, LossMaths):
     def test_clips_one_sign_of_a_response_and_not_the_other(self):
-        """s = 2: A = 1 is clipped to 1.5, A = -1 keeps -2. -(1.5 - 2) / 2 = 0.25."""
+        """s = 2, so A = 1 gives 1.5 (clipped) and A = -1 gives -2. The loss is -(1.5 - 2) / 2."""
         new, old, _, mask = example([0])
         value, gradient = self.value_and_gradient(new, old, torch.tensor([[1.0, -1.0]]), mask)
         check(value, 0.25, "the advantage of each token decides whether the clip is active for it")
@@ -576,7 +578,8 @@ class TestMathsOfGrpoLoss(Grpo, LossMaths):
 
 class TestMathsOfClipFraction:
     def test_of_the_example_with_sequence_ratios(self):
-        """Clipped: the first response (s = 2, A > 0), the second (s = 1/2, A < 0): 6 of 11."""
+        """The first response (s = 2, A > 0) and the second (s = 1/2, A < 0) are clipped: 6 of 11
+        tokens."""
         _, _, advantages, mask = example()
         got = gspo.clip_fraction(torch.tensor(SEQUENCE_RATIOS), advantages, mask, *RANGE)
         hint = "clipped / all tokens; s > 1 + eps_high counts if A > 0, s < 1 - eps_low if A < 0"
@@ -586,7 +589,8 @@ class TestMathsOfClipFraction:
             (5 / 11, "these are the tokens on the other side of the range: look at the sign of A")])
 
     def test_of_the_example_with_token_ratios(self):
-        """Clipped: 8; 1/8 and 1/4; 1/2; 2. These are 5 of 11 tokens."""
+        """Clipped are 8 in the first response, 1/8 and 1/4 in the second, 1/2 in the third, and 2
+        in the fourth: 5 of 11 tokens."""
         new, old, advantages, mask = example()
         got = gspo.clip_fraction((new - old).exp(), advantages, mask, *RANGE)
         check(got, 5 / 11, "if the ratios are (B, T), each token counts on its own")
@@ -607,13 +611,13 @@ class TestMathsOfClipFraction:
 
 # ==== part two: the promises ======================================================================
 
-FILL = "changes nothing: fill it with masked_fill, because NaN * 0 is NaN"
+FILL = "must change nothing: use masked_fill, because NaN * 0 is NaN"
 UNUSUAL = pytest.mark.parametrize("rows, padding, hint", [
     (ALL, math.nan, f"padding of nan {FILL}"),
     (ALL, -math.inf, f"padding of -inf {FILL}"),
     ([*ALL, 4], 0.0, "a response without tokens has s = 1; in a loss, it counts with value 0"),
 ])
-# Each of these is a bfloat16 number; their difference, 1023/1024, is none.
+# Both are bfloat16 numbers, but their difference, 1023/1024, is not.
 NEW = -1 / 1024
 OLD = -1.0
 
@@ -625,7 +629,8 @@ def bfloat16(x):
 class TestPromisesOfGroupAdvantages:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.long])
     def test_computes_in_float32_at_least(self, dtype):
-        """0 1 0 1: mean 1/2, sample standard deviation 1 / sqrt 3, and so .5 / (.57735 + .0001)."""
+        """0, 1, 0, 1 have the mean 1/2 and the sample standard deviation 1 / sqrt 3 = 0.57735. The
+        advantage of 1 is 0.5 / (0.57735 + 0.0001)."""
         got = gspo.group_advantages(torch.tensor([0, 1, 0, 1], dtype=dtype), 4)
         expected = torch.tensor([-1, 1, -1, 1]) * 0.5 / (3 ** -0.5 + 1e-4)
         check(got, expected, f"rewards of {dtype} must be converted to float32 first")
@@ -635,7 +640,7 @@ class TestPromisesOfGroupAdvantages:
             two_groups = torch.cat([torch.full((n,), reward), torch.arange(n)])
             got = gspo.group_advantages(two_groups, n)[:n]
             if not bool((got == 0).all()):
-                hint = "equal rewards must give exactly 0: beware of a mean that is rounded"
+                hint = "equal rewards must give exactly 0, even if their mean is rounded"
                 fail(hint, f"got {got.tolist()}")
 
     def test_returns_one_advantage_for_each_response(self):
@@ -652,7 +657,7 @@ class TestPromisesOfGroupAdvantages:
 
 class TestPromisesOfTokenLogProbs:
     def test_is_float32_from_bfloat16(self):
-        """300 logits of 2 and one of 0: the probabilities are 1 and exp(-2), of 300 + exp(-2)."""
+        """300 logits are 2 and one is 0, so the weights are 1 and exp(-2), of 300 + exp(-2)."""
         logits = torch.full((1, 2, 301), 2.0).bfloat16()
         logits[..., 7] = 0
         got = gspo.token_log_probs(logits, torch.tensor([[0, 7]]))
@@ -703,7 +708,7 @@ class TestPromisesOfSequenceRatio:
         check_shape(gspo.sequence_ratio(new, old, mask), (4,))
 
     def test_does_not_overflow_on_5000_tokens(self):
-        """Each token e times as likely: the product is e^5000, s is e."""
+        """Each token has become e times as likely. The product is e^5000, and s is e."""
         old = torch.full((1, 5000), -1.0)
         got = gspo.sequence_ratio(torch.zeros(1, 5000), old, torch.ones(1, 5000))
         check(got, [math.e], "take exp of the mean log-ratio: a product of 5,000 overflows")
@@ -762,7 +767,8 @@ class LossPromises:
         check(torch.cat([part for _, part in parts]), gradient, f"{hint}, and so do gradients")
 
     def test_computes_in_float32_at_least(self):
-        """Every token e^(1023/1024) = 2.7 times as likely, A = -1: no clip, so the loss is that."""
+        """Every token has become e^(1023/1024) = 2.7 times as likely. If A = -1, nothing is
+        clipped, and the loss is this ratio."""
         advantages = bfloat16(-1.0)[:, 0]
         value = self.loss(bfloat16(NEW), bfloat16(OLD), advantages, torch.ones(1, 3), *RANGE)
         check(value, math.exp(NEW - OLD), "convert bfloat16 to float32 before the first difference")

@@ -12,7 +12,7 @@ STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # models: the t of
 
 
 def accuracy(values):
-    """(share of correct answers, lower and upper end of Wilson's 95% interval)."""
+    """(fraction of correct answers, lower end, upper end) with Wilson's 95% interval."""
     correct = sum(values)
     low, high = wilson(correct, len(values))
     return correct / len(values), low, high
@@ -26,9 +26,9 @@ def accuracy_text(values):
 def paired(before, after):
     """Compares the answers of two models to the same questions.
 
-    Returns the difference of the two accuracies, its 95% interval (normal approximation), and the p
-    of McNemar's exact test: if a changed answer were as likely to change for the better as for the
-    worse, how likely would a split at least as uneven as this one be?"""
+    Returns the difference of the two accuracies, its 95% interval (normal approximation), and the
+    p-value of McNemar's exact test. This is the probability of a split between gained and lost
+    answers that is at least as uneven as the observed one, if both were equally likely."""
     n = len(before)
     gained = 0
     lost = 0

@@ -12,7 +12,8 @@ from pathlib import Path
 
 
 def read(path):
-    """The rows of a .jsonl file. A last line that was cut short by a kill is left out."""
+    """The rows of a .jsonl file. A last line that is incomplete, because its writer was killed, is
+    left out."""
     path = Path(path)
     rows = []
     if path.exists():
@@ -39,7 +40,7 @@ def write(path, rows):
 
 
 def read_packed(path):
-    """{name of a log: its rows} of a packed file."""
+    """The logs of a packed file, {name of a log: its rows}."""
     logs = {}
     for row in read(path):
         name = row.pop("log")
@@ -53,7 +54,7 @@ def read_packed(path):
 def write_packed(path, logs):
     """Writes {name of a log: its rows} into one file. A log without rows is left out."""
     rows = []
-    first = {}  # content of a log: the name under which it is written
+    first = {}  # content of a log: the name of the first log with this content
     for name, log in logs.items():
         same = first.setdefault(json.dumps(log), name)
         if same == name:
@@ -79,8 +80,8 @@ def unpack(path, folder):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["pack", "unpack"])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("source", type=Path, help="pack: a folder of logs; unpack: a packed file")
+    parser.add_argument("target", type=Path, help="pack: the packed file; unpack: a folder")
     args = parser.parse_args(argv)
     if not args.source.exists():
         parser.error(f"{args.source} does not exist")

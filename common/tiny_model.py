@@ -1,5 +1,5 @@
-"""The tiny model of the lesson and the experiments: a Qwen3 with 100,000 parameters. Its tokens are
-characters."""
+"""The tiny model of the lesson and the experiments: a Qwen3 with 100,000 parameters, whose tokens
+are single characters."""
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -8,7 +8,8 @@ CHARACTERS = "\n #*+-.,=?0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrs
 
 
 def tiny_tokenizer(characters=CHARACTERS):
-    """A tokenizer with one token per character. The prompt is the first line of the question."""
+    """A tokenizer with one token per character. Its chat template keeps only the first line of the
+    question."""
     ids = {token: i for i, token in enumerate(["<pad>", "<end>", "<unk>", *characters])}
     core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -1,23 +1,28 @@
-"""Our step against TRL's GRPOTrainer in GSPO mode: time and memory, on one CPU core.
+"""Compares a step of train_math.py with one of TRL's GRPOTrainer in GSPO mode, on one CPU core.
 
-    python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0  # TRL's own
+    python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
     OMP_NUM_THREADS=1 .venv-trl/bin/python -m experiments.bench_vs_trl       # an hour, Linux
 
-A Qwen3 of two layers, random weights, float32, fused AdamW, groups of 8, 4 minibatches of one
-micro-batch. It has 512 words and hidden size 64, with 16 prompts per step, and 151,936 words and
-hidden size 896 (those of Qwen2.5-0.5B), with 4 prompts per step. Two workloads. "fixed": prompts of
-32 tokens and responses of 64, and in no group are all rewards equal. "natural": prompts of 16 to 48
-tokens; a response ends after each token with probability 1/32, and at 128 tokens at the latest; one
-reward in five is 1. TRL runs twice: with its defaults except bfloat16, and tuned:
-gradient_checkpointing=False and, with the large vocabulary, four or eight micro-batches per
-minibatch, which are faster on this CPU. Before the race, both sides must give the same loss and
-gradient on one frozen rollout.
+TRL is installed in a separate environment. The model is a Qwen3 of two layers with random weights
+in float32. Both sides use fused AdamW, groups of 8, and 4 minibatches of one micro-batch. There are
+two sizes: 512 words, hidden size 64 and 16 prompts per step, or 151,936 words, hidden size 896
+(both as in Qwen2.5-0.5B) and 4 prompts per step. There are two workloads:
 
-A round is our step, then each of TRL's, in one process. Times are process CPU seconds. Memory is
-the peak of a turn over what the process held when the turn began, so without weights and AdamW's
-state, which are the same for all. The last line is one JSON object; results/bench_vs_trl/, or
---output_dir, gets each round's figures and table.md. `--device cuda`, with the wall clock and the
-GPU's memory instead, has never run on a GPU.
+    fixed      prompts of 32 tokens, responses of 64 tokens; the rewards of each group differ
+    natural    prompts of 16 to 48 tokens; a response ends after each token with probability 1/32,
+               and at 128 tokens at the latest; one reward in five is 1
+
+TRL runs twice: with its defaults except for bfloat16, and tuned. Tuned means
+gradient_checkpointing=False and, with the large vocabulary, four or eight micro-batches per
+minibatch, which are faster on this CPU. Before the comparison, both sides must give the same loss
+and gradient on one frozen rollout.
+
+A round is our step and then each of TRL's steps, in one process. Times are CPU seconds of the
+process. Memory is the peak during a step, minus what the process held when the step began. It
+therefore does not include the weights and AdamW's state, which are the same for all. The last line
+is one JSON object. The numbers of each round and table.md are written to results/bench_vs_trl/, or
+to --output_dir. `--device cuda` measures wall-clock time and the memory of the GPU instead. It has
+never run on a GPU.
 """
 import argparse
 import ctypes
@@ -32,7 +37,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__":  # before the libraries read these variables
+if __name__ == "__main__":  # these must be set before the libraries are imported
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 import torch
 from datasets import Dataset
@@ -46,14 +51,14 @@ from gspo import gspo_loss
 try:
     import trl
     from trl import GRPOConfig, GRPOTrainer
-except ImportError:  # the table needs no TRL
+except ImportError:  # the table can be made without TRL
     trl = None
 
 RESULTS = Path(__file__).with_name("results") / "bench_vs_trl"
 PROMPTS = {512: 16, 151936: 4}  # prompts per step
-HIDDEN = {512: 64, 151936: 896}  # hidden size: that of Qwen2.5-0.5B where the vocabulary is, too
+HIDDEN = {512: 64, 151936: 896}  # hidden size; the second pair is that of Qwen2.5-0.5B
 GROUP, MINIBATCHES, END = 8, 4, 1
-WORKLOADS = {  # tuned: TRL's micro-batches
+WORKLOADS = {  # tuned: the number of micro-batches per minibatch of the tuned TRL
     "fixed": SimpleNamespace(prompt=(32, 32), length=64, end=0, tuned=4),
     "natural": SimpleNamespace(prompt=(16, 48), length=128, end=1 / 32, tuned=8)}
 PHASES = "rollout", "old log-probs", "update"
@@ -68,7 +73,7 @@ def make_tokenizer(vocabulary):
 
 
 def make_model(vocabulary, hidden, end, device):
-    """Random weights, and a bias on the head: the end token's probability in every position."""
+    """A model with random weights. A bias of its head gives the end token the probability `end`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden,
@@ -90,8 +95,8 @@ def make_questions(n, vocabulary, workload):
 
 
 def reward_of(workload):
-    """fixed: any number from -1 to 1; natural: 1 for one response in five, whole groups of 0 among
-    them."""
+    """fixed: a reward from -1 to 1. natural: 1 for one response in five, so that in some groups all
+    rewards are 0."""
     def reward(completions, **columns):
         sums = [sum(int(word[1:]) for word in text.split()) for text in completions]
         if workload.end:
@@ -101,7 +106,7 @@ def reward_of(workload):
 
 
 class Turns(threading.Thread):
-    """A training loop that runs on each call until it calls pause()."""
+    """A training loop in a thread. Each call of this object runs it until it calls pause()."""
 
     def __init__(self, loop):
         super().__init__(daemon=True)
@@ -131,7 +136,7 @@ class Turns(threading.Thread):
 
 
 class Ours:
-    """train_math's train_step, as its train() calls it."""
+    """train_math.train_step, called as in train_math.train."""
     name = "ours"
 
     def __init__(self, model, job):
@@ -215,8 +220,8 @@ class TRL(TrainerCallback):
 
 
 def seconds():
-    """Now: this process's CPU seconds, so that other jobs on the machine do not count; with a GPU,
-    the wall clock."""
+    """The time now: CPU seconds of this process, so that other jobs on the machine do not count, or
+    wall-clock seconds with a GPU."""
     if not torch.cuda.is_initialized():
         return time.process_time()
     torch.cuda.synchronize()
@@ -224,8 +229,8 @@ def seconds():
 
 
 def memory(key):
-    """VmRSS or VmHWM: the MB that this process (Linux), or with a GPU its tensors there, hold or
-    held at most."""
+    """The memory in MB that is held now (key VmRSS) or was held at most (VmHWM): by this process on
+    Linux, or with a GPU by its tensors there."""
     if torch.cuda.is_initialized():
         cuda = {"VmRSS": torch.cuda.memory_allocated, "VmHWM": torch.cuda.max_memory_allocated}
         return cuda[key]() / 2**20
@@ -235,9 +240,9 @@ def memory(key):
 
 
 def play(side):
-    """One turn: seconds in all and by phase, and the peak of memory over what was held before."""
+    """One step of a side: its seconds in total and by phase, and the increase of memory."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what an earlier turn freed goes back first
+    ctypes.CDLL(None).malloc_trim(0)  # returns the memory that an earlier step has freed
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
@@ -259,7 +264,7 @@ def padded(rows, left, value, device):
 
 
 def frozen_rollout(model, job):
-    """Two prompts and a group of responses to each: (our micro-batch, TRL's inputs), with random
+    """(our micro-batch, TRL's inputs) for two prompts with a group of responses each, and random
     advantages."""
     questions = [{"question": q} for q in job.questions[:2]]
     cfg = train_math.Settings(instruction="")
@@ -280,7 +285,7 @@ def frozen_rollout(model, job):
 
 @torch.no_grad()
 def old_log_probs(trainer, batch, inputs):
-    """(ours, TRL's) before the policy moves."""
+    """The old log-probs, (ours, TRL's)."""
     ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1)
                  for x in ("ids", "mask"))
     length = inputs["completion_ids"].shape[1]
@@ -293,15 +298,15 @@ def flat_gradient(loss, weights):
 
 
 def same_maths(side, job):
-    """AssertionError if our loss or gradient differs from TRL's on a frozen rollout, after a random
-    step of the policy."""
+    """AssertionError: our loss or gradient differs from TRL's on a frozen rollout after a random
+    change of the policy."""
     trainer = side.trainer
     model = trainer.model
     batch, inputs = frozen_rollout(model, job)
     old, their_old = old_log_probs(trainer, batch, inputs)
     kept = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
-        for p in model.parameters():  # so that the ratios leave 1
+        for p in model.parameters():  # so that the ratios differ from 1
             p.add_(torch.randn_like(p) * 2e-4 * p.requires_grad)
     trainer.current_gradient_accumulation_steps = 1
     log_probs = train_math.response_log_probs(model, batch, 1.0)
@@ -314,9 +319,9 @@ def same_maths(side, job):
         for p, before in zip(model.parameters(), kept):
             p.copy_(before)
     apart = (ours - theirs).norm() / ours.norm()
-    print(f"one frozen rollout: loss {our_loss:.6f}, TRL's {their_loss:.6f}; gradients of norm "
-          f"{ours.norm():.4f} differ by {apart:.1e} of it")
-    assert abs(our_loss - their_loss) < 1e-6 and apart < 1e-4, "not the same maths"
+    print(f"one frozen rollout: our loss is {our_loss:.6f}, TRL's is {their_loss:.6f}; the norm of "
+          f"our gradient is {ours.norm():.4f}, and the relative difference is {apart:.1e}")
+    assert abs(our_loss - their_loss) < 1e-6 and apart < 1e-4, "the loss or the gradient differs"
 
 
 def race(vocabulary, hidden, name, rounds, device, log):
@@ -344,7 +349,7 @@ def race(vocabulary, hidden, name, rounds, device, log):
 
 
 def summarise(rounds):
-    """The ratios of each vocabulary, workload and rival, without the first rounds."""
+    """The ratios of each vocabulary, workload and variant of TRL, without the first rounds."""
     results = []
     keys = "vocabulary", "hidden", "workload"
     for job in dict.fromkeys(tuple(row[key] for key in keys) for row in rounds):
@@ -379,17 +384,21 @@ def table(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--vocabulary", type=int, nargs="+", choices=PROMPTS, default=list(PROMPTS))
+    parser.add_argument("--vocabulary", type=int, nargs="+", choices=PROMPTS, default=list(PROMPTS),
+                        help="number of words of the model")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--hidden", type=int, help="default: 64, and 896 with 151,936 words")
-    parser.add_argument("--rounds", type=int, default=6, help="the first is dropped")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda")
+    parser.add_argument("--hidden", type=int,
+                        help="hidden size (default: 64, or 896 with 151,936 words)")
+    parser.add_argument("--rounds", type=int, default=6,
+                        help="number of rounds, of which the first is not counted")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output_dir", type=Path, default=RESULTS)
     args = parser.parse_args()
     if trl is None:
-        parser.error("trl==1.16.0 is needed, in a venv of its own: the head of this file says how")
+        parser.error("trl==1.16.0 is not installed. The first lines of this file show how to "
+                     "install it in a separate environment")
     if args.rounds < 2:
-        parser.error("--rounds must be at least 2, as the first is dropped")
+        parser.error("--rounds must be at least 2, because the first round is not counted")
     torch.set_num_threads(1)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with open(args.output_dir / "rounds.jsonl", "w", encoding="utf-8") as log:

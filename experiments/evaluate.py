@@ -1,4 +1,4 @@
-"""A model's answers to held-out questions: asks for them, keeps them, and compares models.
+"""Records the answers of models to held-out questions, and compares the models.
 
     python -m experiments.evaluate after.jsonl --model FOLDER_OR_HUB_ID --dataset GSM8K
                                    [--temperature 0 0.6 1] [other flags of train_math.py]
@@ -7,11 +7,11 @@
 The first command asks the model the questions of the test split, once at each temperature (default:
 0, which is greedy decoding), with the instruction and the chat template of the training. It adds a
 row per answer to after.jsonl: the gold answer, the response, its number of tokens, whether it was
-cut, and whether the boxed answer (reward) and the last number are correct. Temperatures that are in
-the file are not asked again. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
+cut, and whether the boxed answer (reward) and the last number are correct. A temperature that the
+file already has is not asked again. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
 
 The second command only prints the table. It compares each model with the first one by a paired
-test, so all files must hold answers to the same questions. With --last_number, the last number of a
+test, so all files must have answers to the same questions. With --last_number, the last number of a
 response counts as its answer, whatever its format.
 """
 import argparse
@@ -30,10 +30,10 @@ def missing(path, temperatures):
 
 
 def ask(path, name, questions, temperatures, cfg, **replaced):
-    """Adds a model's answers to the file, at those temperatures that it lacks.
+    """Adds a model's answers to the file, at those temperatures that the file does not have.
 
     name: hub id or folder of the model. replaced: as for train_math.evaluate. Each row has the
-    temperature, the place of its question in `questions`, and what train_math.evaluate returns."""
+    temperature, the index of its question in `questions`, and what train_math.evaluate returns."""
     if not missing(path, temperatures):
         return
     with train_math.exits_with(f"--model {name}"):
@@ -69,7 +69,7 @@ def mean(values):
 def difference(before, after, temperature):
     """(the paired difference of two models with its 95% interval, McNemar's p), as texts.
 
-    ValueError: the two have answers to different questions."""
+    ValueError: the two models answered different questions."""
     asked = [column(rows, temperature, "question") for rows in (before, after)]
     if asked[0] != asked[1]:
         raise ValueError(f"temperature {temperature}: the models answered different questions")
@@ -99,8 +99,8 @@ def table_line(name, rows, reference, temperature):
 
 
 def table(models, reference, title):
-    """Markdown: models is {name: rows}; all are compared with the model named `reference`, which
-    the table calls `title`."""
+    """Markdown. models is {name: rows}. All models are compared with the model named `reference`,
+    which the table calls `title`."""
     lines = [
         f"| model | answers | right (95%) | by the last number | minus {title} (95%, paired) "
         "| McNemar p | cut | tokens |",
@@ -119,25 +119,28 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="answers, .jsonl")
-    parser.add_argument("--model", help="hub id or folder: ask it, and add its answers to FILE")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--last_number", action="store_true", help="compare by the last number")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE",
+                        help=".jsonl files with answers")
+    parser.add_argument("--model", help="hub id or folder of a model whose answers FILE gets")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0],
+                        help="sampling temperatures; 0 is greedy decoding")
+    parser.add_argument("--last_number", action="store_true",
+                        help="count the last number of a response as its answer")
     args, flags = parser.parse_known_args(argv)
     names = [path.stem for path in args.files]
     if len(set(names)) < len(names):
-        parser.error("the files need different names, because the table shows them")
+        parser.error("the files need different names, because these name the models in the table")
     if args.model:
         cfg = train_math.parse_settings([*flags, "--model", args.model])
         with train_math.exits_with(f"--dataset {cfg.dataset}"):
             _, questions = train_math.load_questions(cfg)
         ask(args.files[0], args.model, questions, args.temperature, cfg)
     elif flags:
-        parser.error(f"unknown without --model: {' '.join(flags)}")
+        parser.error(f"these flags need --model: {' '.join(flags)}")
     models = {path.stem: read(path) for path in args.files}
     for path in args.files:
         if not models[path.stem]:
-            parser.error(f"no answers in {path}")
+            parser.error(f"{path} has no answers")
     if args.last_number:
         for name, rows in models.items():
             models[name] = [row | {"reward": row["last_number"]} for row in rows]

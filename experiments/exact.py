@@ -1,18 +1,18 @@
-"""What does each importance ratio correct? The answer comes from exact arithmetic, not training.
+"""What does each importance ratio correct? This is computed exactly, without training.
 
     python -m experiments.rivals exact      half a minute on one core
 
 The policy is small enough to enumerate: 16 contexts and 8 tokens, where position t of a response
 has the context t mod 16. Token 0 is a mistake. A response is correct (reward 1) if it contains no
-mistake; at any length, this has a probability of about 1/e. So J = prod_t (1 - p(0 | c_t)), and the
-expectation of every gradient estimate factorises over the positions. The responses come from
-pi_old. The gradient is wanted at pi, which has moved away from pi_old so far that the tokens'
-log-ratios have a given standard deviation: either along the gradient of J ("improved") or at
-random.
+mistake, which has a probability of about 1/e at every length. The expected reward is therefore
+J = prod_t (1 - p(0 | c_t)), and the expectation of every gradient estimate factorises over the
+positions. The responses are sampled from pi_old, and the gradient at pi is estimated. pi differs
+from pi_old so much that the tokens' log-ratios have a given standard deviation. It differs either
+in the direction of the gradient of J ("improved") or in a random direction.
 
-exact.png shows the direction of the estimates without a ratio, with GRPO's token ratios, with
-GSPO's sequence ratio, and with the sequence ratio without its root, against the length: in
-expectation, and for one batch. The figures are in results/rivals/exact_ratios.jsonl.
+exact.png shows the direction of four estimates against the length, in expectation and for one
+batch: without a ratio, with GRPO's token ratios, with GSPO's sequence ratio, and with the sequence
+ratio without the root. The numbers are in results/rivals/exact_ratios.jsonl.
 """
 import itertools
 import statistics
@@ -22,28 +22,31 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from common.logs import write
+from common.plot import STYLES
 
 CONTEXTS = 16
 TOKENS = 8
 BATCH = 128
 LENGTHS = 8, 32, 128, 512, 1024
 SEEDS = range(4)
-SPREADS = {0.03: ":", 0.1: "-"}
+SPREADS = {0.03: ":", 0.1: "-"}  # standard deviation of the tokens' log-ratios: line style
 HOW = {"improved": "the policy has improved", "at random": "the policy has moved at random"}
-WEIGHTS = {
-    "no ratio": "tab:gray",
-    "token ratio (GRPO)": "tab:orange",
-    "sequence ratio (GSPO)": "tab:blue",
-    "sequence ratio, no root": "tab:red",
+WEIGHTS = {  # name in the logs: colour, and marker with its size and filling
+    "no ratio": ("#666666", "s", 8, "none"),
+    "token ratio (GRPO)": (STYLES["grpo"][0], "^", 6, "full"),
+    "sequence ratio (GSPO)": (STYLES["gspo"][0], "o", 4, "full"),
+    "sequence ratio, no root": ("#009E73", "D", 4, "full"),
 }
 DRAWN = {
-    "angle": "degrees between the estimate's\nexpectation and the gradient",
-    "cosine": f"cosine between a batch of {BATCH}\nand the gradient",
+    "angle": "expected estimate:\nangle to the gradient (degrees)",
+    "cosine": f"estimate from {BATCH} responses:\ncosine with the gradient",
 }
+TITLE = ("Token ratios correct the direction of the expected gradient, and GSPO's ratio hardly "
+         "does (top).\nBut token ratios add noise if the policy has improved (bottom left).")
 
 
 def positions(length):
-    """How many positions of a response have each context, (16,)."""
+    """The number of positions of a response that have each context, (16,)."""
     return torch.bincount(torch.arange(length) % CONTEXTS, minlength=CONTEXTS).double()
 
 
@@ -52,7 +55,7 @@ def normal(shape, g):
 
 
 def old_policy(length, g):
-    """Logits (16, 8): a slip has probability 1/length on average."""
+    """Logits (16, 8). A mistake has a probability of 1/length on average."""
     logits = normal((CONTEXTS, TOKENS), g)
     slip = torch.exp(0.5 * normal(CONTEXTS, g))
     slip = slip / (positions(length) * slip).sum()
@@ -62,10 +65,11 @@ def old_policy(length, g):
 
 
 def moments(old, new, length, own, others):
-    """Of one response's estimate, sum_t w_t A grad log pi(y_t), under the old policy: its mean
-    (16, 8) and the mean of its squared norm. w_t = own(y_t) * prod of others(y_u) over u != t,
-    A = reward - E[reward], and grad is taken at `new`. own, others (16, 8) are weights of a token
-    in its context."""
+    """(mean (16, 8), mean of the squared norm) of one response's estimate under the old policy.
+
+    The estimate is sum_t w_t A grad log pi(y_t), where w_t = own(y_t) * prod of others(y_u) over
+    u != t, A = reward - E[reward], and grad is taken at `new`. own, others (16, 8): weights of a
+    token in its context."""
     p = old.softmax(1)
     counts = positions(length)
     right = torch.ones_like(p)
@@ -89,8 +93,8 @@ def moments(old, new, length, own, others):
     for of, in_mean, in_square in terms:
         rest = counts * but(others * of, 1)
         mean += in_mean * rest[:, None] * along(own * of)
-        same = (p * own**2 * of * squares).sum(1)  # a position with itself
-        two = (along(own * others * of) ** 2).sum(1)  # two of one context
+        same = (p * own**2 * of * squares).sum(1)  # the product of a position with itself
+        two = (along(own * others * of) ** 2).sum(1)  # that of two positions with one context
         alone = counts * but(others**2 * of, 1) * same
         pairs = counts * (counts - 1) * but(others**2 * of, 2) * two
         square += in_square * (alone + pairs).sum()
@@ -98,7 +102,7 @@ def moments(old, new, length, own, others):
 
 
 def estimates(old, new, length):
-    """{weight: moments}; without its root the sequence ratio is importance sampling, and its mean
+    """{weight: moments}. The sequence ratio without the root is importance sampling, so its mean is
     the gradient."""
     log_ratio = new.log_softmax(1) - old.log_softmax(1)
     ratio = log_ratio.exp()
@@ -115,13 +119,13 @@ def gradient(old, new, length):
 
 
 def move(old, length, spread, how, g):
-    """New logits, where the tokens' log-ratio has standard deviation `spread` under the old policy.
+    """New logits. The tokens' log-ratios have the standard deviation `spread` under the old policy.
     """
     direction = normal(old.shape, g)
     if how == "improved":
         direction = gradient(old, old, length)
-    shares = positions(length) / length
-    p = old.softmax(1) * shares[:, None]
+    frequencies = positions(length) / length
+    p = old.softmax(1) * frequencies[:, None]
     scale = spread / direction.std()
     for _ in range(60):
         new = old + scale * direction
@@ -133,7 +137,7 @@ def move(old, length, spread, how, g):
 
 
 def ratios(length, spread, how, seed):
-    """One line of exact.png: all of it exact."""
+    """One row of exact_ratios.jsonl. All its numbers are exact."""
     g = torch.Generator().manual_seed(seed)
     old = old_policy(length, g)
     new = move(old, length, spread, how, g)
@@ -156,7 +160,7 @@ def ratios(length, spread, how, seed):
 
 
 def curve(rows, how, spread, name, key):
-    """Means over the seeds, by length."""
+    """The means over the seeds, for each length."""
     own = [row for row in rows if row["how"] == how and row["spread"] == spread]
     return [statistics.fmean(row[name][key] for row in own if row["length"] == length)
             for length in LENGTHS]
@@ -166,21 +170,27 @@ def draw_ratios(rows, path):
     figure = Figure((11, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
     for column, (how, title) in zip(axes.T, HOW.items()):
-        for axis, (key, label) in zip(column, DRAWN.items()):
-            for name, colour in WEIGHTS.items():
+        for axis, key in zip(column, DRAWN):
+            for name, (color, marker, size, filling) in WEIGHTS.items():
                 for spread, style in SPREADS.items():
                     points = curve(rows, how, spread, name, key)
-                    axis.plot(LENGTHS, points, style, color=colour, marker=".")
-            axis.set(xscale="log", ylabel=label, ylim=(0, None))
+                    axis.plot(LENGTHS, points, style, color=color, marker=marker, markersize=size,
+                              fillstyle=filling)
+            axis.set(xscale="log", ylim=(0, None))
             axis.grid(alpha=0.3)
         column[0].set_title(title)
-        column[1].set_xlabel("tokens in a response")
+        column[1].set_xlabel("length of the responses (tokens, log scale)")
         column[1].set_xticks(LENGTHS, map(str, LENGTHS))
         column[1].minorticks_off()
+    for axis, label in zip(axes[:, 0], DRAWN.values()):
+        axis.set_ylabel(label)
     dotted, solid = SPREADS
-    figure.legend(axes[0, 0].lines[1::2], WEIGHTS, loc="outside upper center", ncols=4,
-                  title=f"spread of the tokens' log-ratio {solid} (dotted: {dotted})")
-    figure.savefig(path, dpi=110)
+    names = [name.replace(", no", " without the") for name in WEIGHTS]
+    figure.legend(axes[0, 0].lines[1::2], names, loc="outside lower center", ncols=4,
+                  title=f"standard deviation of the tokens' log-ratios: {solid} (solid lines), "
+                        f"{dotted} (dotted lines)")
+    figure.suptitle(TITLE)
+    figure.savefig(path, dpi=130)
 
 
 def main(results):

@@ -1,8 +1,9 @@
-"""GFLOP/s of one CPU core in matrix products with the shapes of Qwen2.5-0.5B, by CPU time.
+"""Measures the GFLOP/s of one CPU core in matrix products with the shapes of Qwen2.5-0.5B.
 
     python -m experiments.gflops float32     or bfloat16, or medium
 
-`medium` is float32 with torch.set_float32_matmul_precision("medium"), which uses oneDNN, not MKL.
+The time is CPU time. `medium` is float32 with torch.set_float32_matmul_precision("medium"), which
+uses oneDNN instead of MKL.
 """
 import sys
 import time
@@ -15,7 +16,7 @@ SHAPES = (1024, 896, 4864), (1024, 4864, 896), (128, 896, 4864), (128, 896, 3000
 def gflops(rows, inputs, outputs, dtype, repeats=4):
     x = torch.randn(rows, inputs, dtype=dtype)
     weight = torch.randn(outputs, inputs, dtype=dtype)
-    x @ weight.T  # the first is slow
+    x @ weight.T  # the first product is slow and not measured
     began = time.process_time()
     for _ in range(repeats):
         x @ weight.T

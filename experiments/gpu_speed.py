@@ -1,11 +1,12 @@
-"""Seconds and memory of a training step on one GPU, for variants of the sampler and beside TRL.
+"""Measures seconds and memory of a training step on one GPU, for several samplers and for TRL.
 
     python -m experiments.gpu_speed --model FOLDER_OR_HUB_ID --dataset GSM8K [--variants ...]
 
 Each variant trains for a few steps with the default settings, on the same questions. The first step
-is a warm-up. Each step is printed, and appended to gpu_speed.jsonl, as a line of JSON with the
-seconds and the peak memory of the rollout and of the rest of the step. The variant `trl` is TRL's
-GRPOTrainer in GSPO mode (it needs `pip install trl`): one line per rollout with its four updates.
+is a warm-up. Each step is printed as a line of JSON, and appended to gpu_speed.jsonl. The line has
+the seconds and the peak memory of the rollout and of the rest of the step. The variant `trl` is
+TRL's GRPOTrainer in GSPO mode, which needs `pip install trl`. It has one line per rollout with its
+four updates.
 """
 import argparse
 import gc
@@ -25,7 +26,7 @@ VARIANTS = {  # (what replaces the rollout, settings)
 
 
 def our_steps(args, rollout, changes):
-    """The metrics of the steps, with gib_rollout and gib_update: the peaks of allocated memory."""
+    """The metrics of the steps. gib_rollout and gib_update are peaks of allocated memory in GiB."""
     flags = ["--model", args.model, "--dataset", args.dataset, "--output_dir", "-"]
     flags += ["--max_steps", str(args.steps), "--eval_size", "0"]
     for name, value in changes.items():
@@ -61,7 +62,7 @@ def our_steps(args, rollout, changes):
 
 
 def trl_steps(args):
-    """The seconds of each rollout with its four updates, in TRL with the same batch."""
+    """The seconds of each rollout with its four updates, in TRL with the same batch size."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -105,11 +106,11 @@ def trl_steps(args):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dataset", default="openai/gsm8k")
+    parser.add_argument("--model", required=True, help="hub id or folder")
+    parser.add_argument("--dataset", default="openai/gsm8k", help="as for train_math.py")
     parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, "trl"], default=[*VARIANTS])
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--output", default="gpu_speed.jsonl")
+    parser.add_argument("--steps", type=int, default=3, help="number of steps, with the warm-up")
+    parser.add_argument("--output", default="gpu_speed.jsonl", help="log to which steps are added")
     args = parser.parse_args(argv)
     device = torch.cuda.get_device_name()
     for name in args.variants:

@@ -1,24 +1,27 @@
-"""How much of log s is rounding? Five settings of precision, on real weights.
+"""How much of log s is rounding? Five settings of precision are compared on a real model.
 
     OMP_NUM_THREADS=1 python -m experiments.precision --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]
 
-takes an hour on one core. The model is SmolLM2-135M-Instruct, FOLDER holds GSM8K's train.jsonl. 16
-responses of 512 tokens to its first four questions are sampled once, in float32; their first 32 and
-128 tokens are the shorter ones. In each setting their log-probs are computed with the same weights:
-by the training forward, by the sampler (a KV cache, token by token), with 64 more columns of
-padding, and in micro-batches of 3 rows. Then four of them make one optimizer step of GSPO in
-float32 (AdamW, learning rate 1e-6, random rewards), and log s of the other twelve is measured in
-each setting between the same two sets of weights: what sets it apart from float32's is rounding.
+This takes an hour on one core. The model is SmolLM2-135M-Instruct, and FOLDER has GSM8K's
+train.jsonl. 16 responses of 512 tokens to its first four questions are sampled once, in float32.
+Their first 32 and 128 tokens serve as shorter responses.
 
-Published weights are bfloat16, so they lie on bf16's grid, where a small step of a float32 copy
-rounds back to the very same bf16 number. Weights in the midst of training do not: all is measured
-on weights moved off the grid, by up to half a bf16 step each, and the optimizer step on the weights
-as published, too.
+In each setting, the log-probs of the responses are computed with the same weights in four ways: by
+the training forward, by the sampler (token by token with a KV cache), with 64 more columns of
+padding, and in micro-batches of 3 rows. Then four of the responses make one optimizer step of GSPO
+in float32 (AdamW, learning rate 1e-6, random rewards). log s of the other twelve is measured in
+each setting between the same two sets of weights. Its difference from log s in float32 is rounding.
 
-TF32 needs a GPU; on a CPU it is emulated: inputs and weights of the linear layers (not attention's)
-are rounded to 10 bits and summed in float32. float16 is slow on a CPU, which says nothing about
-GPUs. `--device cuda` takes the real TF32 and wall-clock times; it has never run on a GPU. Raw
-figures and table.md: results/precision/, or --output_dir; precision.png beside it.
+The published weights are bfloat16 numbers. A small step of a float32 copy then rounds back to the
+same bfloat16 numbers. This does not hold for weights in the middle of a training run. Therefore
+everything is measured on weights that were moved "off the grid", by up to half the distance to the
+next bfloat16 number. The optimizer step is also measured on the weights "as published".
+
+TF32 needs a GPU. On a CPU it is emulated: the inputs and weights of the linear layers (but not of
+the attention) are rounded to 10 bits, and the products are summed in float32. float16 is slow on a
+CPU, which says nothing about GPUs. `--device cuda` uses the real TF32 and wall-clock times. It has
+never run on a GPU. The measured values and table.md are written to results/precision/, or to
+--output_dir, and precision.png to the folder above.
 """
 import argparse
 import contextlib
@@ -75,7 +78,7 @@ def emulated_tf32():
 
 def settings(device):
     """{name: (the weights' dtype, a context)}"""
-    def autocast(dtype):  # without its cache, as that would keep the weights of before the step
+    def autocast(dtype):  # no cache, because it would keep the weights from before the step
         return lambda: torch.autocast(torch.device(device).type, dtype, cache_enabled=False)
 
     as_it_is = contextlib.nullcontext
@@ -89,11 +92,20 @@ def settings(device):
 
 
 def seconds(device):
-    """Now: process CPU seconds, or, on a GPU, the wall clock when it has done what it was given."""
+    """The time now: CPU seconds of this process, or wall-clock seconds once a GPU has finished."""
     if "cuda" not in device:
         return time.process_time()
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+LOOKS = [  # of the settings in the picture
+    {"color": "#666666", "marker": "D", "linestyle": "-"},
+    {"color": "#009E73", "marker": "v", "linestyle": "--"},
+    {"color": "#CC79A7", "marker": "o", "linestyle": "-."},
+    {"color": "#882255", "marker": "P", "linestyle": "-"},
+    {"color": "#AA9900", "marker": "^", "linestyle": ":"},
+]
 
 
 def file_name(setting):
@@ -105,8 +117,7 @@ def log_probs(model, batch):
 
 
 def log_s(new, old):
-    """The mean over tokens of new - old, for each response; both {row: (n,)}, those that new has.
-    """
+    """log s of each response that `new` has. new, old: {row: log-probs (n,)}."""
     return [(new[i].double() - old[i].double()).mean().item() for i in sorted(new)]
 
 
@@ -122,7 +133,7 @@ def rollout(model, prompts, length):
 
 
 def decode(model, prompts, responses):
-    """The sampler's log-probs (B, T) of given responses: what it draws is replaced by them."""
+    """The sampler's log-probs (B, T) of given responses, which replace the tokens that it draws."""
     columns = torch.tensor(responses, device=model.device).T[..., None]
     columns = iter(tqdm(columns, desc="decode", leave=False))
     with mock.patch.object(train_math, "draw_tokens", lambda probs: next(columns)):
@@ -131,7 +142,7 @@ def decode(model, prompts, responses):
 
 @torch.no_grad()
 def off_the_grid(model):
-    """The model's parameters, each moved by up to half the distance to the next bf16 number."""
+    """The model's parameters, each changed by up to half the distance to the next bf16 number."""
     moved = []
     for p in model.parameters():
         step = 2.0**-7 * p.abs().clamp(min=1e-30).log2().floor().exp2()
@@ -161,7 +172,8 @@ def float32_step(model, start, minibatch, cfg):
 
 
 def measure_length(model, n, sampled, starts, moved, build, cfg):
-    """{what: log s of each response} for responses of n tokens, and the seconds of the forward."""
+    """{name of a measurement: log s of each response} for responses of n tokens, and the seconds of
+    the forward."""
     minibatches = build(n, cfg.micro_batch_tokens)
     with torch.no_grad():
         began = seconds(cfg.device)
@@ -186,7 +198,8 @@ def measure_length(model, n, sampled, starts, moved, build, cfg):
 
 
 def measure(model, prompts, responses, starts, moved, build, cfg):
-    """{length: {what: log s of each response}} in one setting, with the seconds of its forward."""
+    """{length: {name of a measurement: log s of each response}} in one setting, with the seconds of
+    its forward."""
     set_parameters(model, starts[STARTS[0]])
     sampled = decode(model, prompts, responses)
     found = {n: measure_length(model, n, sampled, starts, moved, build, cfg) for n in LENGTHS}
@@ -202,7 +215,8 @@ def outside(values):
 
 
 def rounding(found, name, n):
-    """What sets a setting's log s after the step apart from float32's: its standard deviation."""
+    """The standard deviation of the difference between log s in this setting and in float32, after
+    the optimizer step."""
     pairs = zip(found[name][n][STARTS[0]], found["float32"][n][STARTS[0]])
     return statistics.stdev(x - y for x, y in pairs)
 
@@ -212,8 +226,8 @@ def cell(values):
 
 
 def table(found):
-    """Markdown: spreads of log s with the share of responses outside the clip range, and times over
-    float32's."""
+    """Markdown: standard deviations of log s with the fraction of responses outside the clip range,
+    and times relative to float32."""
     lines = ["| setting | tokens | sampler against forward | 64 more pad columns | micro-batches "
              "of 3 rows | same micro-batch, max | after one step | apart from float32's | the step "
              "on published weights | time, forward | with backward |", "|" + "---|" * 11]
@@ -235,47 +249,54 @@ def table(found):
 
 
 def draw(found, path):
-    """Two panels over length: rounding with the same weights, and after a step, beside the policy's
-    own movement."""
+    """Two panels with the length on the horizontal axis: rounding with the same weights, and
+    rounding after an optimizer step, beside the change of log s that the step itself causes."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    for i, name in enumerate(found):
+    for look, name in zip(LOOKS, found):
         points = [statistics.stdev(found[name][str(n)]["decode"]) for n in LENGTHS]
-        axes[0].plot(LENGTHS, points, marker="o", color=f"C{i}", label=name)
+        axes[0].plot(LENGTHS, points, **look, label=name)
         if name != "float32":
             points = [rounding(found, name, str(n)) for n in LENGTHS]
-            axes[1].plot(LENGTHS, points, marker="o", color=f"C{i}", label=f"rounding in {name}")
+            axes[1].plot(LENGTHS, points, **look, label=f"rounding in {name}")
     points = [statistics.stdev(found["float32"][str(n)][STARTS[0]]) for n in LENGTHS]
-    axes[1].plot(LENGTHS, points, color="black", marker="s", label="the policy's own movement")
+    axes[1].plot(LENGTHS, points, color="black", marker="s", linewidth=2.5,
+                 label="the optimizer step itself")
     titles = ("Same weights: log s between\nthe sampler and the training forward",
-              "After one optimizer step: log s of the policy itself,\nand what rounding adds")
+              "After one optimizer step: log s by the step itself,\nand what rounding adds to it")
     for axis, title in zip(axes, titles):
-        axis.axhline(LOW, linestyle="--", color="gray", label="GSPO's clip range, 3e-4")
-        axis.set(xscale="log", yscale="log", xlabel="tokens in a response", title=title)
+        axis.axhline(LOW, color="#0072B2", linewidth=0.8, label="GSPO's lower clip range, 3e-4")
+        axis.set(xscale="log", yscale="log", xlabel="length of the responses (tokens)",
+                 title=title)
         axis.set_xticks(LENGTHS, map(str, LENGTHS))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc=(0.02, 0.16))
-    axes[0].set_ylabel("spread (standard deviation) of log s")
-    figure.savefig(path, dpi=120)
+        axis.legend(fontsize=8, loc=(0.02, 0.21), handlelength=4)
+    axes[0].set_ylabel("standard deviation of log s (log scale)")
+    half = [name for name in ("bf16 autocast", "bf16 weights") if name in found]
+    if half and all(rounding(found, name, str(n)) > LOW for name in half for n in LENGTHS):
+        figure.suptitle("Rounding in bf16 changes log s by more than GSPO's clip range")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def arguments():
-    """(the parsed command line, all settings by name)"""
+    """(the parsed command line, {name: setting})."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gsm8k", type=Path, required=True, help="the folder with train.jsonl")
+    parser.add_argument("--gsm8k", type=Path, required=True,
+                        help="the folder with GSM8K's train.jsonl")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct",
                         help="hub id or folder")
-    parser.add_argument("--settings", nargs="+", help="some of them, by name")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda")
+    parser.add_argument("--settings", nargs="+", help="only these settings (default: all five)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output_dir", type=Path, default=RESULTS)
     args = parser.parse_args()
     known = settings(args.device)
     unknown = set(args.settings or []) - set(known)
     if unknown:
-        parser.error(f"--settings: {', '.join(unknown)} is none of {', '.join(known)}")
+        parser.error(f"--settings: unknown: {', '.join(unknown)}. Known: {', '.join(known)}")
     return args, known
 
 
@@ -294,13 +315,13 @@ def minibatches_of(prompts, responses, advantages, cfg):
 
 
 def logged(folder, device="cpu"):
-    """{setting: what was measured in it}, of those settings that have a log."""
+    """{setting: its measurements}, for those settings that have a log."""
     paths = {name: folder / file_name(name) for name in settings(device)}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
 def report(folder, device):
-    """table.md and the picture, from the logs that are there."""
+    """Writes table.md and the picture from the logs that exist."""
     found = logged(folder, device)
     if "float32" in found:
         (folder / "table.md").write_text(table(found))

@@ -1,13 +1,14 @@
-"""Is the policy's own movement a good clip range? The runs that range_rule.md predicts.
+"""Is the movement of the policy a good clip range? Makes the runs that range_rule.md predicts.
 
-    OMP_NUM_THREADS=1 python -m experiments.range_rule                 makes what is missing
-    OMP_NUM_THREADS=1 python -m experiments.range_rule --models 1 3 --tasks long      some of it
+    OMP_NUM_THREADS=1 python -m experiments.range_rule                 all missing runs
+    OMP_NUM_THREADS=1 python -m experiments.range_rule --models 1 3 --tasks long      some of them
 
-A starting model takes some 8 minutes of one idle core on the long task, and 15 on the small world.
-Each run is a line of results/range_rule.jsonl, and no run is made twice, so an interrupted command
-can simply be given again. Several processes can share the work if each has its own models or task.
-Afterwards, and with --models 0 at once, the tables are printed and kept in results/range_rule.txt,
-and results/range_rule.png is drawn.
+The movement is the median of log_ratio_std over rollouts 2 to 4. A starting model takes about 8
+minutes of one idle core on the long task, and 15 minutes on the small world. Each run is a line of
+results/range_rule.jsonl, and no run is made twice. If the command is interrupted, run it again to
+continue. Several processes can divide the work if each has its own models or its own task. At the
+end, the tables are printed and written to results/range_rule.txt, and results/range_rule.png is
+drawn. With --models 0, this is all that is done.
 """
 import argparse
 import statistics
@@ -25,11 +26,11 @@ from experiments import rivals
 
 RESULTS = Path(__file__).with_name("results")
 LOG = RESULTS / "range_rule.jsonl"
-FACTORS = (0.1, 0.5, 2, 8)  # the lower range in units of the movement
-RULE = 0.5  # the factor that stands for the rule
-MEASURED = (2, 3, 4)  # the rollouts that the movement is measured in
-PAPERS = 3e-4  # the lower range at which it is measured
-MOST = 0.899  # the largest lower range: gspo.py refuses values from 0.9 to below 1
+FACTORS = (0.1, 0.5, 2, 8)  # the lower clip range in units of the movement
+RULE = 0.5  # the factor that represents the rule
+MEASURED = (2, 3, 4)  # the rollouts in which the movement is measured
+PAPERS = 3e-4  # the lower clip range at which it is measured
+MOST = 0.899  # the largest lower clip range: gspo.py refuses values from 0.9 to below 1
 MODELS = {"long": (11, 12, 13, 14, 15, 16), "world": (21, 22, 23, 24, 25, 26)}
 UPDATES = {  # {task: {optimizer steps per rollout: settings}}
     "long": {4: {"epochs": 1}, 16: {"epochs": 4}},
@@ -43,8 +44,8 @@ LEARNING_RATES = (1e-4, 3e-4)
 def train(task, updates, learning_rate, start, low, rollouts=None):
     """Train GSPO from a starting model with this lower clip range.
 
-    rollouts: stop after so many, on the learning rate's full schedule. Returns the model, its
-    tokenizer and a row of metrics per rollout."""
+    rollouts: stop after this number, without a change of the learning rate schedule. Returns the
+    model, its tokenizer and a row of metrics per rollout."""
     model, tokenizer = train_math.load(rivals.cold_folder(task, start), "cpu")
     cfg = replace(rivals.settings_of(task), **UPDATES[task][updates], seed=100 * start,
                   learning_rate=learning_rate, eps_low=low, eps_high=low * 4 / 3)
@@ -63,17 +64,17 @@ def train(task, updates, learning_rate, start, low, rollouts=None):
 
 
 def held_out_accuracy(model, tokenizer, task, temperature, samples):
-    """The share of correct answers to the held-out questions, over this many samples of each."""
+    """The accuracy on the held-out questions, with this number of samples per question."""
     torch.manual_seed(0)
     questions = rivals.TASKS[task].questions("held out", 256)
     cfg = rivals.settings_of(task)
     cfg = replace(cfg, rollout_rows=cfg.rollout_rows * cfg.group_size)
-    shares = []
+    accuracies = []
     for _ in range(samples):
         found = train_math.evaluate(
             model, tokenizer, questions, cfg, temperature, reward=parts.task_reward)
-        shares.append(found["eval_reward"])
-    return statistics.fmean(shares)
+        accuracies.append(found["eval_reward"])
+    return statistics.fmean(accuracies)
 
 
 def movement_of(rows):
@@ -83,7 +84,7 @@ def movement_of(rows):
 
 
 def kept(rows):
-    """The metrics of each rollout that are worth keeping, {name: values}."""
+    """The metrics that are logged, {name: values of all rollouts}."""
     names = ("reward", "entropy", "clip_fraction", "log_ratio_std", "seconds")
     return {name: [rivals.four_digits(row[name]) for row in rows] for name in names}
 
@@ -132,7 +133,7 @@ def runs_of(rows, key):
 
 
 def tables(rows):
-    """Accuracy by setting and factor, and the three predictions, over the finished models."""
+    """The accuracy for each setting and factor, and the predictions, over the finished models."""
     lines = ["| task | updates | learning rate | models | movement: least, median, most | "
              + " | ".join(f"{factor} times" for factor in FACTORS) + " | best minus 0.5 times "
              "| 8 times minus 0.5 times | 0.1 times minus 0.5 times |", "|---" * 12 + "|"]
@@ -173,8 +174,9 @@ def tables(rows):
 
 def draw(rows, path):
     """Accuracy against the clip range in units of the movement, for few and for many updates."""
-    figure = Figure((11, 4.6), layout="constrained")
+    figure = Figure((11, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
+    gaps = []
     for key in settings():
         task, updates, learning_rate = key
         found, finished = runs_of(rows, key)
@@ -188,27 +190,32 @@ def draw(rows, path):
         for values in curves:
             axis.plot(FACTORS, values, line, color=color, alpha=0.3, linewidth=0.7)
         means = [statistics.fmean(values) for values in zip(*curves)]
+        gaps.append(max(means) - means[FACTORS.index(RULE)])
         name = {"long": "long task", "world": "small world"}[task]
         axis.plot(FACTORS, means, line, marker=marker, color=color, linewidth=2.5,
                   label=f"{name}, {updates} updates, learning rate {learning_rate:g}, "
                         f"{len(finished)} models")
     for axis, title in zip(axes, ("4 updates per rollout", "16 or 32 updates per rollout")):
         axis.set(xscale="log", xticks=FACTORS, xticklabels=[f"{x:g}" for x in FACTORS],
-                 xlabel="lower clip range in units of the policy's movement", ylim=(0, 100),
-                 title=title)
+                 xlabel="lower clip range / log_ratio_std in rollouts 2 to 4 (log scale)",
+                 ylim=(0, 100), title=title)
         axis.axvline(RULE, color="gray", linewidth=0.8)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="lower left",
                     title="bold: mean; thin: one starting model; gray: the rule")
     axes[0].set_ylabel("sampled accuracy after GSPO (%)")
+    close = sum(gap <= 5 for gap in gaps)
+    figure.suptitle(f"A lower range of {RULE} times log_ratio_std is at most 5 points below the "
+                    f"best of four ranges in {close} of {len(gaps)} settings")
     figure.savefig(path, dpi=150)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
-                        help="which starting models, counted from 1; 0: no run, only the tables")
-    parser.add_argument("--tasks", nargs="+", choices=list(UPDATES), default=list(UPDATES))
+                        help="numbers of starting models, from 1 (0: only make the tables)")
+    parser.add_argument("--tasks", nargs="+", choices=list(UPDATES), default=list(UPDATES),
+                        help="only these tasks (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rivals.COLD.mkdir(parents=True, exist_ok=True)

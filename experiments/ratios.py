@@ -1,18 +1,18 @@
-"""The importance ratios of tokens and of responses: how far they spread, and what is clipped.
+"""The importance ratios of tokens and of responses: how much they vary, and how many are clipped.
 
     python -m experiments.rivals ratios                                           the tiny model
-    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   and real weights
+    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   and a real model
 
 train_math.train makes one rollout and its optimizer steps, one for each of four minibatches. Then
-the ratios between the policy that sampled and the policy after the updates are measured, as the
-next epoch would see them, for all responses with a gradient, cut to their first 8, 32, 128 and 512
-tokens.
+the importance ratios of the policy after these updates to the policy that sampled are measured. A
+second epoch would start with these ratios. They are measured for all responses with a gradient, cut
+to their first 8, 32, 128 and 512 tokens.
 
-The tiny model is that of the long task of rivals.py at its learning rate, 3e-4, from three
-pre-trained models. The real one is SmolLM2-135M-Instruct on questions of GSM8K at 1e-6 in float32,
-with three seeds; it takes 15 minutes. It samples 4 prompts x 4 responses of 512 tokens without an
-end token. The reward is 1 for an odd number of letters e, so that there is something to learn.
-ratios.jsonl has a line for each model, seed and length.
+The tiny model is trained on the long task of rivals.py at its learning rate, 3e-4, from three
+starting models. The real model is SmolLM2-135M-Instruct on questions of GSM8K, at a learning rate
+of 1e-6 in float32, with three seeds. This takes 15 minutes. 4 prompts x 4 responses of 512 tokens
+without an end token are sampled. The reward is 1 for an odd number of letters e, so that rewards
+differ. ratios.jsonl has a line for each model, seed and length.
 """
 import itertools
 import math
@@ -24,13 +24,18 @@ from matplotlib.figure import Figure
 
 import train_math
 from common.logs import read, write
+from common.plot import STYLES
 from experiments.qwen.gsm8k import INSTRUCTION
 from gspo import clip_fraction, sequence_ratio
 
 LENGTHS = 8, 32, 128, 512
 GSPO = 3e-4, 4e-4
 GRPO = 0.2, 0.27
+BLUE, ORANGE, GREEN = STYLES["gspo"][0], STYLES["grpo"][0], "#009E73"
 BINS = [10 ** (k / 8) for k in range(-56, 5)]
+NAMES = {"tiny": "tiny model"}  # of the models, in the picture
+TITLE = ("After one epoch, most responses lie outside GSPO's clip range, and nearly all tokens lie "
+         "inside GRPO's")
 COLUMNS = {
     "token_std": "spread of a token's log-ratio",
     "log_s_std": "of log s",
@@ -42,8 +47,8 @@ COLUMNS = {
 
 
 def after_one_rollout(model, tokenizer, questions, cfg, **pieces):
-    """[(log_probs, old_log_probs, advantage)] of the responses, each (tokens,), after all updates
-    on their rollout."""
+    """[(log_probs, old_log_probs, advantage)] of the responses after all updates on their rollout.
+    Both log-probs are (tokens,)."""
     batches = []
 
     def build_minibatches(*arguments):
@@ -65,8 +70,8 @@ def after_one_rollout(model, tokenizer, questions, cfg, **pieces):
 
 
 def measure(responses, length):
-    """Spreads and clip fractions of the responses' first `length` tokens; None if not half of them
-    are that long."""
+    """Standard deviations and clip fractions of the responses' first `length` tokens, or None if
+    less than half of the responses are that long."""
     long = [(now[:length], old[:length], a) for now, old, a in responses if len(now) >= length]
     if len(long) < len(responses) / 2:
         return None
@@ -96,7 +101,7 @@ def odd_number_of_e(prompts, completions, **columns):
 
 
 def endless_rollout(*arguments):
-    """train_math's, without an end token."""
+    """train_math.rollout without an end token."""
     *arguments, _ = arguments
     return train_math.rollout(*arguments, torch.tensor([], dtype=torch.long))
 
@@ -113,8 +118,8 @@ def real_weights(name, gsm8k, seed):
 
 
 def histogram(responses):
-    """Counts of all tokens' and all responses' |log ratio| in BINS; the first bin takes what is
-    smaller, the last what is larger."""
+    """Counts of |log ratio| in BINS, for all tokens and for all responses. Values outside of the
+    bins are counted in the first and the last bin."""
     log_ratios = [(now - old).double() for now, old, _ in responses]
     means = [log_ratio.mean() for log_ratio in log_ratios]
     return {"tokens": counts(torch.cat(log_ratios)), "responses": counts(torch.stack(means))}
@@ -126,28 +131,34 @@ def counts(log_ratios):
     return torch.histogram(inside, edges).hist.tolist()
 
 
-def draw(rows, histograms, path):
-    """A panel a model with its ratios' distances from 1, and one with the spreads."""
+def draw(rows, histograms, path, title=""):
+    """A panel per model with the distances of its ratios from 1, and one with the standard
+    deviations."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     panels = len(models) + 1
     figure = Figure((5 * panels, 4.6), layout="constrained")
     axes = figure.subplots(1, panels)
     for axis, model in zip(axes, models):
         own = [row for row in histograms if row["model"] == model]
-        draw_histogram(axis, "tokens", own, "tab:orange", GRPO, "GRPO's clip range")
-        draw_histogram(axis, "responses", own, "tab:blue", GSPO, "GSPO's")
-        axis.set_title(f"{model}, after one epoch", pad=22)
-        axis.set(xscale="log", xlabel="distance from 1: |log ratio|", ylabel="share")
+        draw_histogram(axis, "tokens", own, ORANGE, GRPO, "GRPO's clip range")
+        draw_histogram(axis, "responses", own, BLUE, GSPO, "GSPO's clip range")
+        axis.set_title(f"{NAMES.get(model, model)}, after one epoch", pad=22)
+        axis.set(xscale="log", xlabel="distance of the ratio from 1: |log ratio| (log scale)",
+                 ylabel="tokens or responses (%)")
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     draw_spreads(axes[-1], models, rows)
-    figure.savefig(path, dpi=110)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
 
 
 def draw_histogram(axis, name, histograms, colour, clip_range, title):
     counted = torch.tensor([row[name] for row in histograms]).sum(dim=0)
     total = counted.sum()
-    axis.stairs(counted / total, BINS, fill=True, alpha=0.5, color=colour,
-                label=f"{int(total):,} {name}")
+    look = {"color": colour, "alpha": 0.5, "fill": True}
+    if name == "responses":  # an outline and hatches, so that the two differ in grey, too
+        look = {"edgecolor": colour, "facecolor": "none", "hatch": "///", "fill": True,
+                "linewidth": 1.2}
+    axis.stairs(100 * counted / total, BINS, label=f"{int(total):,} {name}", **look)
     low, high = clip_range
     axis.axvspan(-math.log1p(-low), math.log1p(high), color=colour, alpha=0.8)
     axis.annotate(title, (math.log1p(high), 1.01), xycoords=("data", "axes fraction"),
@@ -156,15 +167,16 @@ def draw_histogram(axis, name, histograms, colour, clip_range, title):
 
 def draw_spreads(axis, models, rows):
     for model, style in zip(models, ("--", "-")):
-        axis.plot([], [], style, color="black", label=model)
-    for name, label, colour, above in (
-        ("token_std", "one token", "tab:orange", 1.5),
-        ("log_s_std", "log s", "tab:blue", 0.55),
-        ("log_sum_std", "sum: log s without the root", "tab:red", 1.5),
+        axis.plot([], [], style, color="black", label=NAMES.get(model, model))
+    for name, label, colour, marker, above in (
+        ("token_std", "log-ratio of a token", ORANGE, "s", 1.5),
+        ("log_s_std", "log s", BLUE, "o", 0.55),
+        ("log_sum_std", "sum: log s without the root", GREEN, "^", 1.5),
     ):
         for model, style in zip(models, ("--", "-")):
             own = mean_by_length(name, [row for row in rows if row["model"] == model])
-            axis.plot(list(own), list(own.values()), style, marker=".", color=colour)
+            axis.plot(list(own), list(own.values()), style, marker=marker, markersize=4,
+                      color=colour)
         last = mean_by_length(name, rows).get(max(LENGTHS))
         if last:
             axis.annotate(label, (max(LENGTHS), above * last), ha="right", color=colour)
@@ -173,9 +185,9 @@ def draw_spreads(axis, models, rows):
     axis.set(
         xscale="log",
         yscale="log",
-        title="spread of the log-ratio by length",
-        xlabel="tokens of the response",
-        ylabel="standard deviation",
+        title="standard deviation of log-ratios by length",
+        xlabel="first tokens of the response (log scale)",
+        ylabel="standard deviation (log scale)",
         ylim=(1e-4, 10),
     )
     axis.set_xticks(LENGTHS, map(str, LENGTHS))
@@ -192,7 +204,7 @@ def mean_by_length(name, rows):
 
 
 def table(rows):
-    """Markdown: a model and a length a line, with each run's value. Histograms are passed over."""
+    """Markdown: a line per model and length, with the value of each run. Histograms are skipped."""
     rows = [row for row in rows if "length" in row]
     lines = [
         f"| model | tokens | {' | '.join(COLUMNS.values())} |",
@@ -211,8 +223,8 @@ def table(rows):
 
 
 def main(results, tiny_runs, model=None, gsm8k=None):
-    """tiny_runs: (seed, responses) of the tiny model, one after the other. Real weights are
-    measured if they are given, and otherwise shown as they were last time."""
+    """tiny_runs: an iterable of (seed, responses) of the tiny model. A real model is measured if it
+    is given. Otherwise its earlier rows are kept."""
     path = results / "ratios.jsonl"
     rows = []
     for seed, responses in tiny_runs:
@@ -227,12 +239,12 @@ def main(results, tiny_runs, model=None, gsm8k=None):
     histograms = [row for row in rows if "length" not in row]
     text = table(rows)
     (results / "ratios.md").write_text(text, encoding="utf-8")
-    draw(by_length, histograms, results / "ratios.png")
+    draw(by_length, histograms, results / "ratios.png", TITLE)
     print(text)
 
 
 def rows_of(model, seed, responses):
-    """Of one run, for ratios.jsonl: the measures at each length, and the histogram."""
+    """The rows of one run for ratios.jsonl: the measures at each length, and the histogram."""
     found = [measure(responses, length) for length in LENGTHS]
     found = [row for row in found if row] + [histogram(responses)]
     return [{"model": model, "seed": seed, **row} for row in found]

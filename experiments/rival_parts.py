@@ -1,5 +1,8 @@
-"""The tasks of rivals.py, and what its variants replace in train_math.py: losses, advantages, a
-critic, Routing Replay, an inference engine. tests/test_rivals.py says what each of them must do.
+"""The tasks of rivals.py, and the parts that its variants replace in train_math.py: losses,
+advantages, a critic, Routing Replay, and an inference engine. tests/test_rivals.py tests each part.
+
+In the code and the logs of these experiments, a gate is the clipping rule: it decides which tokens
+or responses are clipped.
 """
 import copy
 import itertools
@@ -17,7 +20,7 @@ from gspo import _log_ratio, _loss, _token_mean, group_advantages, grpo_loss, se
 from lesson import tiny
 from train_math import build_minibatches, correctness_reward, response_log_probs, rollout
 
-# ---- tasks: questions, and a model that solves them less often than it could ---------------------
+# ---- tasks: questions, and the supervised training of a model before RL --------------------------
 
 LABELS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -26,7 +29,7 @@ def fibonacci(rng, least, most, slips=0.0, gives_up=0.0):
     """{"question", "answer", "worked"}: Fibonacci numbers modulo 10, with 6 tokens per step.
 
     "37c" has the worked answer "c3+7=0b7+0=7a0+7=7\\n#### 7" and the answer "#### 7". With the
-    probability `slips`, a step has a random digit as its result, and the later steps go on from it.
+    probability `slips`, a step has a random digit as its result, and later steps use this digit.
     With the probability `gives_up`, the steps end early, and a random digit is the answer."""
     n = rng.randint(least, most)
     a = rng.randrange(10)
@@ -48,8 +51,8 @@ def fibonacci(rng, least, most, slips=0.0, gives_up=0.0):
 
 
 def long_questions(seed, n, least=20, most=32):
-    """Questions of 20 to 32 steps, whose worked answers have 127 to 199 tokens. One in four is
-    reserved for the seed "held out"."""
+    """n questions of 20 to 32 steps, whose worked answers have 127 to 199 tokens. One question in
+    four is held out: only the seed "held out" gives these."""
     rng = random.Random(f"long {seed}")
     rows = []
     while len(rows) < n:
@@ -60,8 +63,7 @@ def long_questions(seed, n, least=20, most=32):
 
 
 def two_turn_questions(seed, n, least, most):
-    """Two of long_questions in one, to be asked one after the other: "37c 42d", "#### 7\n#### 8".
-    """
+    """Pairs of long_questions, asked one after the other, as "37c 42d" with "#### 7\\n#### 8"."""
     rows = long_questions(seed, 2 * n, least, most)
     return [{"question": f"{a['question']} {b['question']}",
              "answer": f"{a['answer']}\n{b['answer']}"} for a, b in zip(rows[::2], rows[1::2])]
@@ -76,14 +78,14 @@ def world_questions(seed, n):
 
 
 def task_reward(prompts, completions, answer, **columns):
-    """The reward of train_math.py, except that "7e3" is not 7,000: it is a 7 and the label of the
-    next step, as in "c3+7=0"."""
+    """The reward of train_math.py, except that "7e3" is not 7,000: the e is the label of the next
+    step, as the c in "c3+7=0"."""
     texts = [re.sub("[eE]", "_", text) for text in completions]
     return correctness_reward(prompts, texts, answer)
 
 
 def sampled_reward(model, tokenizer, probe, max_completion_length):
-    """The accuracy of one sampled answer to each question, with 128 of them at once."""
+    """The accuracy of one sampled answer per question, with 128 answers at once."""
     cfg = train_math.Settings(max_completion_length=max_completion_length, instruction="",
                               rollout_rows=128)
     found = train_math.evaluate(model, tokenizer, probe, cfg, 1.0, reward=task_reward)
@@ -92,9 +94,9 @@ def sampled_reward(model, tokenizer, probe, max_completion_length):
 
 def long_cold_start(model, tokenizer, seed, least=20, most=32, sloppy=True, turns=1):
     """Supervised training before RL. First the model learns the task from worked answers. Then it
-    is trained on answers with mistakes, 1.3 in a chain of middle length, until its accuracy on 128
-    probe questions is below a third. If not sloppy, it only sees correct answers, until its
-    accuracy is a fifth. If there are several turns, the first one is probed."""
+    is fine-tuned on answers with mistakes, 1.3 in a chain of middle length, until its accuracy on
+    128 probe questions is below a third. If not `sloppy`, it is trained on correct answers only,
+    until its accuracy is a fifth. If there are several turns, the accuracy is that of the first."""
     rng = random.Random(seed)
     probe = long_questions("probe", 128, least, most)
 
@@ -147,7 +149,7 @@ def short_questions(seed, n):
 
 
 def guessed(row, rng):
-    """The same question. In three of four cases, its answer is a guess, which is seldom correct."""
+    """The same question. In three of four cases, its answer is a guess, which is rarely correct."""
     if rng.random() < 0.25:
         return row
     error = 0 if rng.random() < 0.1 else rng.choice((-20, -10, -1, 1, 10, 20, 100))
@@ -155,8 +157,8 @@ def guessed(row, rng):
 
 
 def short_cold_start(model, tokenizer, seed):
-    """Supervised training before RL: on worked answers, and then on guesses, until the accuracy is
-    below 30%."""
+    """Supervised training before RL: first on worked answers, and then on a mixture with guesses,
+    until the accuracy is below 30%."""
     rng = random.Random(seed)
     rows = word_problems()
     supervise(model, tokenizer, lambda: rng.choice(rows), 460, 48, 5e-3, "worked answers")
@@ -164,7 +166,8 @@ def short_cold_start(model, tokenizer, seed):
     torch.manual_seed(seed)
     right = sampled_reward(model, tokenizer, probe, 40)
     if right < 0.95:
-        raise RuntimeError(f"the model of seed {seed} reached an accuracy of {right:.2f}, not 0.95")
+        raise RuntimeError(f"the supervised training with seed {seed} must reach an accuracy of "
+                           f"0.95, but it reached {right:.2f}")
     while right >= 0.3:
         supervise(model, tokenizer, lambda: guessed(rng.choice(rows), rng), 5, 48, 1e-3,
                   "guesses")
@@ -194,13 +197,13 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None, negatives=1.0)
     """A loss that separates the two roles of the importance ratio: the weight, which multiplies a
     token's gradient, and the gate, which decides whether the token is clipped.
 
-    Token t of response i has the weight w_{i,t} A_i / |y_i|, or 0 if the ratio of the gate is
-    outside the clip range. weight and gate are "token", "sequence" or "one" (a ratio that is always
-    1). (token, token) has GRPO's gradient (Eq. 12), and (sequence, sequence) has GSPO's (Eq. 10);
-    the values of the losses differ from theirs.
+    The gradient of token t of response i is multiplied by w_{i,t} A_i / |y_i|, or by 0 if the ratio
+    of the gate is outside the clip range. weight and gate are "token", "sequence" or "one" (a ratio
+    that is always 1). (token, token) has GRPO's gradient (Eq. 12), and (sequence, sequence) has
+    GSPO's (Eq. 10). The values of the losses differ from theirs.
     cap: the largest weight. side: the gate clips on "both" sides, or only "above" (A > 0) or
-    "below" (A < 0). shuffled: the same number of responses is removed, but at random, from "all" or
-    from those whose A has the same "sign". negatives: a factor for every A < 0."""
+    "below" (A < 0). shuffled: the same number of responses is clipped, but at random, among "all"
+    or among those whose A has the same "sign". negatives: a factor for every A < 0."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         with torch.no_grad():
             token = _log_ratio(log_probs, old_log_probs, mask).exp()
@@ -222,8 +225,8 @@ def surrogate(weight, gate, cap=None, side="both", shuffled=None, negatives=1.0)
 
 
 def noisy_gate(deviation):
-    """GSPO, except that normal noise with this standard deviation is added to the log s by which
-    clipping is decided. The weight is the true s."""
+    """GSPO, but normal noise with this standard deviation is added to log s when it is decided
+    whether a response is clipped. The weight is s without noise."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         ratio = sequence_ratio(log_probs, old_log_probs, mask)
         seen = ratio.detach() * (deviation * torch.randn_like(ratio)).exp()
@@ -234,14 +237,14 @@ def noisy_gate(deviation):
 
 def softmax_advantages(rewards, group_size):
     """"Grouped Softmax": softmax(r / 0.5) over the group, which is reward-weighted regression.
-    Every weight is above 0, so a group of equal rewards has a gradient, too."""
+    Every weight is above 0, so a group of equal rewards also has a gradient."""
     groups = rewards.view(-1, group_size)
     return torch.softmax(groups / 0.5, dim=1).flatten()
 
 
 def best_of_n_advantages(rewards, group_size):
-    """"Grouped Rejection": the best responses of the group share a weight of 1, or have 0 if the
-    best reward is 0. This is rejection-sampling fine-tuning."""
+    """"Grouped Rejection": a weight of 1 is divided among the best responses of the group. All
+    weights are 0 if the best reward is 0. This is rejection-sampling fine-tuning."""
     groups = rewards.view(-1, group_size)
     most = groups.max(dim=1, keepdim=True).values
     best = ((groups == most) & (groups > 0)).float()
@@ -250,7 +253,7 @@ def best_of_n_advantages(rewards, group_size):
 
 
 def on_tokens(batch, values):
-    """(b, T): values[i] (tokens,) of each response i, at the places of its tokens."""
+    """(b, T): the values[i] (tokens,) of each response i, at the positions of its tokens."""
     flat = torch.cat([values[i] for i in batch.indices])
     return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
 
@@ -259,9 +262,9 @@ STEP = re.compile(r"([0-9]+)([+*])([0-9]+)=([0-9]+)")
 
 
 def step_rewards(text, reward, modulo):
-    """[(end, reward)] of the steps of a response; `end` is the character where the step ends. A sum
-    has the reward 1 if its own arithmetic is correct. The rest of the text has the response's
-    reward."""
+    """[(end, reward)] of the steps of a response, where `end` is the character where a step ends. A
+    step has the reward 1 if its own arithmetic is correct. The rest of the text has the reward of
+    the response."""
     parts = []
     for step in STEP.finditer(text):
         a, b, given = (int(step[i]) for i in (1, 3, 4))
@@ -273,12 +276,12 @@ def step_rewards(text, reward, modulo):
 
 
 class StepAdvantages:
-    """Advantages (B, T) for GSPO-token. The reward of each step is its own arithmetic or, with
-    `both`, the sum of that and the reward of the response. The rewards are normalised over the
-    tokens of the group.
+    """Advantages (B, T) for GSPO-token. The reward of a step is 1 if its own arithmetic is correct.
+    With `both`, the reward of the response is added. The rewards are normalised over the tokens of
+    the group.
 
-    The two methods replace train_math's functions of the same names. A token must be a character.
-    """
+    group_advantages and build_minibatches replace train_math's functions of the same names. A token
+    must be a character."""
 
     def __init__(self, tokenizer, modulo=None, both=False):
         self.tokenizer = tokenizer
@@ -288,7 +291,7 @@ class StepAdvantages:
     def group_advantages(self, rewards, group_size):
         self.rewards = rewards.tolist()
         self.group_size = group_size
-        return torch.ones_like(rewards)  # keeps every group: steps may differ where rewards do not
+        return torch.ones_like(rewards)  # keeps every group, because its steps may differ
 
     def token_rewards(self, response, reward):
         """The reward of each token's step, (tokens,)."""
@@ -317,11 +320,11 @@ class StepAdvantages:
 class TwoTurns:
     """Conversations: the second question of two_turn_questions is asked after the answer to the
     first. A response holds the tokens of both answers. Its reward is the mean over the turns. With
-    `own`, the advantages are (B, T), for GSPO-token: the reward of each turn is compared with those
-    of the same turn in the group.
+    `own`, the advantages are (B, T), for GSPO-token: the reward of each turn is compared with the
+    rewards of the same turn in the group.
 
-    The methods replace train_math's functions of the same names. max_completion_length is the limit
-    of one turn."""
+    The methods replace train_math's functions of the same names. max_completion_length limits each
+    turn."""
 
     def __init__(self, tokenizer, own):
         self.tokenizer = tokenizer
@@ -348,7 +351,7 @@ class TwoTurns:
         return responses, log_probs
 
     def reward(self, prompts, completions, answer, **columns):
-        turns = self.turns  # of the whole rollout, which may have come in parts
+        turns = self.turns  # of the whole rollout, which may have been sampled in several calls
         self.turns = []
         self.first_lengths = [len(first) for first, _ in turns]
         golds = zip(*(gold.split("\n") for gold in answer))
@@ -362,10 +365,10 @@ class TwoTurns:
             return group_advantages(rewards, group_size)
         each = [group_advantages(turn, group_size) for turn in self.rewards]
         self.advantages = torch.stack(each, dim=1)
-        return self.advantages.any(dim=1).float()  # 0 is left out as having no gradient
+        return self.advantages.any(dim=1).float()  # a response with 0 has no gradient: left out
 
     def build_minibatches(self, prompts, responses, advantages, cfg):
-        """The second question stands between the answers, and is masked out."""
+        """Puts the second question between the two answers, and masks it out."""
         asked = [self.split(prompt) for prompt in prompts]
         questions = [question for question, _ in asked]
         whole = []
@@ -377,7 +380,7 @@ class TwoTurns:
                 batch.advantages = torch.zeros(batch.mask.shape)
             for place, i in enumerate(batch.indices):
                 first, second = asked[i]
-                end = len(first) - 1 + self.first_lengths[i]  # of the first answer, in the mask
+                end = len(first) - 1 + self.first_lengths[i]  # where the first answer ends in mask
                 batch.mask[place, end:end + len(second)] = False
                 if self.own:
                     batch.advantages[place, :end] = self.advantages[i][0]
@@ -395,11 +398,10 @@ class TwoTurns:
 
 
 def gae(values, rewards, mask, lam):
-    """Generalised advantage estimation (Schulman et al. 2016) without discount: (b, T), the reward
-    (b,) at the end.
+    """Generalised advantage estimation (Schulman et al. 2016) without discount -> (b, T).
 
-    values (b, T): of the state before each token. A_t = sum_k lam^k delta_{t+k}, delta_t = V_{t+1}
-    - V_t, and at the last token r - V_t."""
+    values (b, T): the value of the state before each token. rewards (b,): given at the last token.
+    A_t = sum_k lam^k delta_{t+k}, where delta_t = V_{t+1} - V_t, and r - V_t at the last token."""
     mask = mask.bool()
     advantages = torch.zeros_like(values)
     after = torch.zeros_like(rewards)
@@ -430,7 +432,7 @@ class Critic:
         self.hidden = output.last_hidden_state
 
     def group_advantages(self, rewards, group_size):
-        return rewards - 0.5  # there are no groups; an advantage of 0 would be left out
+        return rewards - 0.5  # there are no groups; a response with 0 would be left out
 
     def response_log_probs(self, model, batch, temperature):
         log_probs = response_log_probs(model, batch, temperature)
@@ -438,7 +440,8 @@ class Critic:
         if torch.is_grad_enabled():
             self.error = _token_mean((values - batch.returns) ** 2, batch.mask).mean()
             return log_probs
-        advantages = gae(values, batch.advantages, batch.mask, self.lam)  # the old policy's pass
+        # Without gradients, this is the forward of the old policy.
+        advantages = gae(values, batch.advantages, batch.mask, self.lam)
         batch.returns = advantages + values
         flat = advantages[batch.mask]
         advantages = (advantages - flat.mean()) / (flat.std() + 1e-4)
@@ -454,11 +457,11 @@ class Critic:
 
 class RoutingReplay:
     """Records the experts of each token in the forward of the old policy. With `replay`, the
-    updates send the token to the same experts again, with the current router's weights (paper,
-    5.3).
+    updates send the token to the same experts again, weighted by the current router (GSPO's paper,
+    section 5.3).
 
-    changed: for each forward of the updates, the share of (token, expert) choices that the current
-    router would not make. `response_log_probs` replaces train_math's."""
+    changed: for each forward of the updates, the fraction of (token, expert) choices that the
+    current router would not make. `response_log_probs` replaces train_math's."""
 
     def __init__(self, model, replay):
         self.replay = replay
@@ -506,7 +509,7 @@ class RoutingReplay:
 
 
 def bf16_log_probs(model, batch, temperature):
-    """Replaces train_math's response_log_probs: all forwards are under bfloat16 autocast."""
+    """Replaces train_math's response_log_probs. All forwards are under bfloat16 autocast."""
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return response_log_probs(model, batch, temperature)
 
@@ -524,9 +527,10 @@ class Engine:
     them, as usual.
 
     The methods replace train_math's functions of the same names. `loss` corrects a loss of gspo.py
-    that takes advantages (B, T): each token's advantage is multiplied by the old policy's
-    likelihood over the sampler's. This factor is at most 2 ("tis", truncated importance sampling),
-    or 0 outside of 0.5 to 5 ("icepop", 2510.18855)."""
+    that takes advantages (B, T). The advantage of each token is multiplied by its probability under
+    the old policy, divided by its probability under the sampler. This factor is truncated to 2
+    ("tis", truncated importance sampling), or set to 0 outside of 0.5 to 5 ("icepop",
+    arXiv:2510.18855)."""
 
     def __init__(self, kind, direct, correction=None):
         self.kind = kind

@@ -1,17 +1,19 @@
 """The experiments that rivals.py runs: the tasks, and the variants of GSPO that are compared.
 
-An experiment is a dictionary {panel: {label: variant}}; a panel is a part of its table and picture.
-A variant, `arm` in the logs, is a dictionary that says how a run differs from the others:
+An experiment is a dictionary {panel: {label: variant}}. A panel is a part of its table and picture.
+A variant, which the code and the logs call an arm, is a dictionary of its settings:
 
     task        a key of TASKS
     algorithm   of train_math.py
-    eps         the lower clip range, of which the upper one is 4/3; or both, as a list
+    eps         the lower clip range (the upper one is 4/3 of it), or both as a list
     epochs, minibatches, learning_rate, max_steps    settings of train_math.py
     loss        the arguments of rival_parts.surrogate
     successor   a loss of successors.py
     first       a variant that is trained before this one
     advantages, autocast, critic, engine, noise, replay, step_rewards, turns
-                parts of rival_parts.py; rivals.pieces_of says which
+                parts of rival_parts.py, which rivals.pieces_of selects
+
+The labels are printed in the published tables, which call the clipping rule a gate.
 """
 from collections import namedtuple
 from functools import partial
@@ -27,13 +29,14 @@ COMMON = dict(output_dir=None, device="cpu", instruction="", prompts_per_step=16
 CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
 
 # make(tokenizer, seed) returns a model with random weights. teach(model, tokenizer, seed) trains it
-# before RL; the result is a cold start. questions(seed, n) returns questions, also for the seeds
-# "held out" and "probe". settings: those of train_math.py that differ from COMMON.
+# before RL, and the result is a starting model ("cold start" in the tables). questions(seed, n)
+# returns questions, also for the seeds "held out" and "probe". settings: the settings of
+# train_math.py that differ from COMMON.
 Task = namedtuple("Task", "make teach questions settings")
 
 
 def chains(least=20, most=32, make=tiny_model, questions=parts.long_questions, **taught):
-    """A task of `least` to `most` sums, with 6 tokens each."""
+    """A task with chains of `least` to `most` sums of 6 tokens."""
     return Task(
         make,
         partial(parts.long_cold_start, least=least, most=most, **taught),
@@ -65,12 +68,12 @@ TASKS = {
 }
 TASKS |= {f"{tokens} tokens": chains(*steps) for tokens, steps in CHAINS.items()}
 
-# ---- the experiments: {panel: {label: arm}} ------------------------------------------------------
+# ---- the experiments: {panel: {label: variant}} --------------------------------------------------
 
 GSPO = "gspo"
 GRPO = "grpo"
-NO_LOWER_BOUND = 0.99  # in the logs; gspo.py takes 1 for it
-EARLY = {GSPO: 0.003, GRPO: 0.1}  # ranges that were chosen on the questions that are reported
+NO_LOWER_BOUND = 0.99  # how the logs write it; gspo.py gets 1 instead
+EARLY = {GSPO: 0.003, GRPO: 0.1}  # ranges that were chosen on the reported questions
 
 
 def arm(algorithm, eps, task="long", epochs=4, **pieces):
@@ -79,7 +82,7 @@ def arm(algorithm, eps, task="long", epochs=4, **pieces):
 
 
 def no_gate(weight, *how, **more):
-    """No clip: the loss is given a ratio that stays 1."""
+    """A variant without a clip: the ratio that decides about clipping is always 1."""
     return arm(GSPO, NO_LOWER_BOUND, loss=[weight, "one", None, *how], **more)
 
 
@@ -91,7 +94,7 @@ def both(gspo, grpo, label="", **more):
 
 
 def ranges(algorithm, values, label="", **more):
-    """An arm for each clip range."""
+    """A variant for each clip range."""
     return {f"{label}{eps:g}": arm(algorithm, eps, **more) for eps in values}
 
 
@@ -100,7 +103,7 @@ def ranges_of_both(gspo, grpo, **more):
 
 
 def factorial(sequence, token, **more):
-    """All combinations of gate and weight. The algorithm says which ratio the metrics describe."""
+    """All combinations of a gate and a weight. The metrics are those of the arm's algorithm."""
     gates = {"sequence": (GSPO, sequence), "token": (GRPO, token), "one": (GSPO, NO_LOWER_BOUND)}
     weights = {
         "s": ("sequence", None),
@@ -120,8 +123,8 @@ def factorial(sequence, token, **more):
 
 
 def gate(eps, **more):
-    """GSPO's gate on one side only; and gates that remove as many responses from each minibatch as
-    GSPO's would, but at random."""
+    """Variants of GSPO that clip on one side only, and variants that clip as many responses of each
+    minibatch as GSPO would, but at random."""
     def dropped(*how):
         return arm(GSPO, eps, loss=["sequence", "sequence", None, *how], **more)
 
@@ -136,7 +139,7 @@ def gate(eps, **more):
 
 
 def pushed_down(spec, ratio, *shares):
-    """A variant, and the same one with a smaller factor for A < 0."""
+    """A variant, and the same variant with smaller factors for A < 0."""
     arms = {"A < 0 times 1": spec}
     for x in shares:
         arms[f"A < 0 times {x:g}"] = spec | {"loss": [ratio, ratio, None, "both", None, x]}
@@ -149,7 +152,7 @@ def without_gate_pushed_down(**more):
 
 
 def opening(gspo, grpo, **more):
-    """The variants in the opening of experiments/README.md."""
+    """The variants in the first picture of experiments/README.md."""
     return both(gspo, grpo, **more) | {
         "GSPO's gate, weight 1": arm(GSPO, gspo, loss=["one", "sequence", None], **more),
         "GRPO's gate, weight s": arm(GRPO, grpo, loss=["sequence", "token", None], **more),
@@ -159,11 +162,11 @@ def opening(gspo, grpo, **more):
 
 
 def after(name, eps, **more):
-    """A successor of GSPO. eps holds its own two numbers, which successors.py explains."""
+    """A successor of GSPO. eps holds the two numbers of its loss, which successors.py explains."""
     return arm(GSPO, eps, successor=name, **more)
 
 
-SUCCESSORS = {  # first the paper's numbers or, if it has none, those of an implementation
+SUCCESSORS = {  # first: the paper's numbers or, if it has none, those of an implementation
     "sapo": ([1.05, 1.0], [5.25, 5], [21, 20], [84, 80]),
     "cispo": ([1, 5.0], [1, 1.0], [1, 0.28], [1, 0.1]),
     "gmpo": ([0.4, 0.4], [0.2, 0.2], [0.1, 0.1], [0.03, 0.03]),
@@ -207,7 +210,7 @@ def credit(eps, **more):
 
 
 def engine(kind):
-    """The old log-probs come from the training forward, or from the engine that samples."""
+    """The old log-probs are computed by the training forward, or by the engine that samples."""
     return {
         **both(**EARLY),
         **both(**EARLY, label=", recomputed", engine=[kind, False]),
@@ -292,7 +295,7 @@ EXPERIMENTS = {
             "DAPO": after("dapo", [0.99, 1.4]),
         },
     },
-    "world_range": {  # few updates: an epoch of four, as in the paper; many: four of eight
+    "world_range": {  # few updates: one epoch of 4 minibatches, as in the paper; many: 4 of 8
         f"{algorithm.upper()}, {updates} updates a rollout": ranges(
             algorithm, values, task="world", **more)
         for updates, more in WORLD.items()
@@ -336,7 +339,7 @@ EXPERIMENTS = {
         "GSPO, 4 rollouts old": corrected(GSPO, "stale", "tis", "icepop"),
         "GRPO, 4 rollouts old": corrected(GRPO, "stale", "tis", "icepop"),
     },
-    "cold_starts": {  # the ranges that clip_range chooses on other questions, and the papers'
+    "cold_starts": {  # the ranges that clip_range selects on other questions, and the papers' ones
         "4 epochs, ranges chosen": both(0.01, 0.1),
         "1 epoch, ranges chosen": both(0.01, 0.2, epochs=1),
         "4 epochs, the papers' ranges": both(3e-4, 0.2),

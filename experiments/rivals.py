@@ -6,14 +6,15 @@ minute.
     python -m experiments.rivals exact       exact gradients without training: exact.py
     python -m experiments.rival_report all   tables and pictures again, without training
 
-Every variant is trained from three pre-trained models by train_math.train. What sets the variant
-apart (rival_parts.py, successors.py) is passed to that function.
+Every variant is trained by train_math.train from three starting models, which were trained before
+RL ("cold starts" in the code and the tables). The parts of train_math.py that a variant replaces
+(rival_parts.py, successors.py) are passed to that function.
 
-Each run adds one line to results/rivals/runs.jsonl. A run that is there is not repeated. If the
-command is interrupted, run it again to continue. Variants that two experiments share are run once.
-After a change of the settings or of a part, use --results FOLDER, because the old runs would
-otherwise be reused. The pre-trained models are kept in runs/rivals, those of the small world in
-runs.
+Each run adds one line to results/rivals/runs.jsonl. A run that is in this file is not repeated. If
+the command is interrupted, run it again to continue. A variant that belongs to two experiments is
+run once. After a change of the settings or of a part, use --results FOLDER, because the old runs
+would otherwise be reused. The starting models are kept in runs/rivals, and those of the small world
+in runs.
 """
 import argparse
 import itertools
@@ -54,9 +55,9 @@ def cold_folder(task, cold):
 
 
 def cold_start(task, cold):
-    """Makes the pre-trained model of this task and seed, unless its folder exists.
+    """Makes the starting model of this task and seed, unless its folder exists.
 
-    Returns {temperature: its accuracy}, where "0.0" is greedy decoding."""
+    Returns {temperature: accuracy of this model}, where "0.0" is greedy decoding."""
     folder = cold_folder(task, cold)
     if task == "world":
         return json.loads((folder.parent / "start.json").read_text())
@@ -76,8 +77,8 @@ def cold_start(task, cold):
 
 
 def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
-    """The accuracy on 256 questions (small world: 175). name: "held out", which RL never sees, or
-    "probe", by which clip ranges are chosen."""
+    """The accuracy on 256 questions (small world: 175). name: "held out", which are not used in RL,
+    or "probe", on which clip ranges are selected."""
     torch.manual_seed(cold)
     questions = TASKS[task].questions(name, 256)
     cfg = settings_of(task)
@@ -89,7 +90,7 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
 
 
 def one_rollout(cold):
-    """For ratios.py: (seed, responses of one rollout on the long task after its updates)."""
+    """For ratios.py: (seed, the responses of one rollout on the long task after its updates)."""
     cold_start("long", cold)
     cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=0.003, eps_high=0.004)
     model, tokenizer = train_math.load(cold_folder("long", cold), "cpu")
@@ -98,7 +99,7 @@ def one_rollout(cold):
 
 
 def pieces_of(spec, model, tokenizer):
-    """{name: function} that replaces a function of train_math.py, for this variant."""
+    """{name: function}: the functions that replace those of train_math.py in this variant."""
     pieces = {"reward": parts.task_reward}
 
     def take(part, *names):
@@ -139,7 +140,7 @@ def pieces_of(spec, model, tokenizer):
 
 
 def fixed_range(loss, eps):
-    """The loss with two numbers of its own, which may not be a clip range of gspo.py."""
+    """The loss with its own two numbers, which gspo.py might not accept as a clip range."""
     low, high = eps
     if low == NO_LOWER_BOUND:
         low = 1
@@ -151,7 +152,7 @@ def fixed_range(loss, eps):
 
 
 def clip_range(spec):
-    """(lower, upper) for train_math.py. None, its default, if the loss has numbers of its own."""
+    """(lower, upper) for train_math.py. None, its default, if the loss has its own two numbers."""
     eps = spec["eps"]
     if "successor" in spec and not clips_as_logged(spec):
         return None, None
@@ -174,7 +175,7 @@ def train(spec, model, tokenizer, seed):
 
 
 def run(spec, cold, seed):
-    """Trains one variant from a cold start, or after another variant. Returns a row of the log."""
+    """Trains one variant from a starting model, or after another variant. Returns its log row."""
     torch.set_num_threads(1)
     task = spec["task"]
     start = cold_start(task, cold)
@@ -193,7 +194,7 @@ def run(spec, cold, seed):
     for name in KEPT:
         row[name] = [four_digits(step[name]) for step in steps]
     if not clips_as_logged(spec):
-        del row["clip_fraction"]  # of a clip that this variant does not have
+        del row["clip_fraction"]  # it is computed for a clip that this variant does not have
     if replay:
         row["experts_changed"] = [four_digits(x) for x in replay.changed if x > 0]
     return row
@@ -207,7 +208,7 @@ def four_digits(x):
 
 
 def missing(arms, colds, seeds, path):
-    """The arguments of the calls of run() that are not in the logs yet."""
+    """The arguments of run() for the runs that are not in the logs yet."""
     there = [(row["arm"], row["cold"], row["seed"]) for row in read(path)]
     wanted = []
     for k, cold, spec in itertools.product(range(seeds), range(colds), arms):
@@ -223,18 +224,18 @@ def call(job):
 
 
 def run_all(arms, colds, seeds, jobs, path):
-    """Makes the pre-trained models and the runs that are missing, in `jobs` processes. Returns the
-    rows of these arms, from all seeds that every one of them has."""
+    """Makes the missing starting models and runs, in `jobs` processes. Returns the rows of these
+    variants, from those seeds that every variant has."""
     wanted = missing(arms, colds, seeds, path)
     if wanted:
         starts = sorted({(spec["task"], cold) for spec, cold, _ in wanted})
         starts = [(cold_start, *start) for start in starts]
         runs = [(run, *job) for job in wanted]
-        os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # the workers'
-        # A Ctrl-C ends this process, and leaving the pool ends them.
+        os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # of the worker processes
+        # A Ctrl-C ends this process, and leaving the pool ends the workers.
         ignore = signal.SIGINT, signal.SIG_IGN
         with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignore) as pool:
-            for _ in tqdm(pool.imap_unordered(call, starts), "cold starts", len(starts)):
+            for _ in tqdm(pool.imap_unordered(call, starts), "starting models", len(starts)):
                 pass
             for row in tqdm(pool.imap_unordered(call, runs), "runs", len(runs)):
                 append(path, row)
@@ -245,20 +246,21 @@ def run_all(arms, colds, seeds, jobs, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", choices=["exact", "ratios", *EXPERIMENTS, "all"])
-    parser.add_argument("--colds", type=int, default=3, help="pre-trained models")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds for each of them")
+    parser.add_argument("name", choices=["exact", "ratios", *EXPERIMENTS, "all"],
+                        help="the experiment")
+    parser.add_argument("--colds", type=int, default=3, help="number of starting models")
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs per starting model")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
-                        help="processes; each uses one core")
+                        help="number of processes, which use one core each")
     parser.add_argument("--results", type=Path, default=RESULTS,
-                        help="folder; runs that it holds are not run again")
-    parser.add_argument("--model", help="for ratios: hub id or folder of real weights")
-    parser.add_argument("--gsm8k", help="for ratios: the folder with train.jsonl")
+                        help="folder of the logs and tables; runs that it has are not repeated")
+    parser.add_argument("--model", help="for ratios: hub id or folder of a real model")
+    parser.add_argument("--gsm8k", help="for ratios: the folder with GSM8K's train.jsonl")
     args = parser.parse_args()
     if min(args.colds, args.seeds, args.jobs) < 1:
         parser.error("--colds, --seeds and --jobs must be at least 1")
     if (args.model is None) != (args.gsm8k is None):
-        parser.error("--model and --gsm8k go together")
+        parser.error("--model and --gsm8k must be given together")
     for folder in (args.results, COLD):
         folder.mkdir(parents=True, exist_ok=True)
     names = ["exact", "ratios", *EXPERIMENTS] if args.name == "all" else [args.name]
@@ -279,4 +281,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nstopped: run the same command again to continue; unfinished runs start anew")
+        sys.exit("\nStopped. Run the same command again to continue. Unfinished runs are repeated.")

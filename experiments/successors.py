@@ -1,24 +1,26 @@
-"""The losses of GSPO's successors and of related algorithms, called like gspo.gspo_loss.
+"""The losses of GSPO's successors and of related algorithms, with the arguments of gspo.gspo_loss.
 
-Each docstring says what eps_low and eps_high mean; the values of the papers are in
-rival_settings.SUCCESSORS. The formulas are those of implementations (TRL, verl, SkyRL). Of the
-papers, the abstracts were read.
+Each docstring says what eps_low and eps_high mean. The values of the papers are in
+rival_settings.SUCCESSORS. The formulas are those of public implementations (TRL, verl, SkyRL). Only
+the abstracts of the papers were read. Numbers such as 2511.20347 are those of arXiv.
 """
 import torch
 
 from gspo import _log_ratio, _loss, _token_mean, clipped_objective, gspo_loss
 
-BUDGET = 210  # tokens: Dr. GRPO's divisor; AdamW feels it only where the gradient is clipped
+BUDGET = 210  # tokens, the divisor of Dr. GRPO; it matters to AdamW only if gradients are clipped
 
 
 def loss_of(objective):
-    """gspo_loss with another objective of its responses, (B,), to be maximised: one of log_ratio
-    (B, T), 0 on padding, advantages (B,), mask (B, T), eps_low and eps_high."""
+    """A loss like gspo_loss with another objective (B,) of the responses, which is maximised.
+
+    The objective is a function of log_ratio (B, T), which is 0 on padding, advantages (B,), mask
+    (B, T), eps_low and eps_high."""
     def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         mask = mask.bool()
         log_ratio = _log_ratio(log_probs, old_log_probs, mask)
         value = objective(log_ratio, advantages, mask, eps_low, eps_high)
-        value = value.where(mask.any(dim=1), 0)  # without tokens: as in gspo_loss
+        value = value.where(mask.any(dim=1), 0)  # a response without tokens has 0, as in gspo_loss
         return _loss(value, denominator)
 
     loss.__doc__ = objective.__doc__
@@ -27,9 +29,9 @@ def loss_of(objective):
 
 @loss_of
 def sapo_loss(log_ratio, advantages, mask, eps_low, eps_high):
-    """SAPO (2511.20347): no clip but a soft gate on the token ratio r, 4 / tau sigmoid(tau (r - 1))
-    A, where tau is eps_high for A > 0, eps_low for A < 0. Near r = 1 its slope is 1; it falls to 0
-    within a few 1 / tau."""
+    """SAPO (2511.20347): a smooth function of the token ratio r replaces the clip. The objective is
+    4 / tau sigmoid(tau (r - 1)) A, where tau is eps_high for A > 0 and eps_low for A < 0. Its slope
+    in r is A at r = 1, and falls to 0 over a distance of a few 1 / tau."""
     a = advantages[:, None]
     tau = torch.where(a > 0, eps_high, eps_low)
     ratio = log_ratio.exp()
@@ -39,9 +41,10 @@ def sapo_loss(log_ratio, advantages, mask, eps_low, eps_high):
 
 @loss_of
 def cispo_loss(log_ratio, advantages, mask, eps_low, eps_high):
-    """CISPO (2506.13585, Eq. 4 and 5): the token ratio, at most 1 + eps_high, is a weight without
-    gradient on A log pi (here less A log pi_old, a constant); nothing is dropped. Mean over all
-    tokens. eps_low is not used: no lower bound."""
+    """CISPO (2506.13585, Eq. 4 and 5): A log pi of each token is multiplied by the token's ratio,
+    which is limited to 1 + eps_high and has no gradient. No token is clipped. The objective is the
+    mean over all tokens. Here A log pi_old, a constant, is subtracted. There is no lower bound, so
+    eps_low is not used."""
     weight = log_ratio.exp().detach().clamp(max=1 + eps_high)
     objective = weight * advantages[:, None] * log_ratio
     return _token_sum(objective, mask) / _mean_length(mask)
@@ -49,8 +52,8 @@ def cispo_loss(log_ratio, advantages, mask, eps_low, eps_high):
 
 @loss_of
 def gmpo_loss(log_ratio, advantages, mask, eps_low, eps_high):
-    """GMPO (2507.20673): the geometric mean, as in GSPO, but of token ratios that are clipped
-    first, to (e^-eps_low, e^eps_high), above where A > 0 and below where A < 0."""
+    """GMPO (2507.20673): the geometric mean of token ratios, as in GSPO, but each token ratio is
+    clipped first: to at most e^eps_high if A > 0, and to at least e^-eps_low if A < 0."""
     below = log_ratio.clamp(min=-eps_low)
     above = log_ratio.clamp(max=eps_high)
     clipped = torch.where(advantages[:, None] > 0, above, below)
@@ -60,8 +63,8 @@ def gmpo_loss(log_ratio, advantages, mask, eps_low, eps_high):
 @loss_of
 def fspo_loss(log_ratio, advantages, mask, eps_low, eps_high):
     """FSPO (2509.09177) without its drift term, whose formula was not found: the clipped objective
-    on the whole response's ratio, without GSPO's root, in the range e^(-eps_low sqrt|y|) to
-    e^(eps_high sqrt|y|)."""
+    with the ratio of the whole response, without GSPO's length normalisation. The clip range is
+    e^(-eps_low sqrt|y|) to e^(eps_high sqrt|y|)."""
     ratio = log_ratio.sum(dim=1).clamp(max=20).exp()
     root = mask.sum(dim=1).sqrt()
     low = (-eps_low * root).exp()
@@ -72,8 +75,8 @@ def fspo_loss(log_ratio, advantages, mask, eps_low, eps_high):
 
 @loss_of
 def luspo_loss(log_ratio, advantages, mask, eps_low, eps_high):
-    """LUSPO (2602.05261): GSPO's objective with each response times its length, so that no token of
-    a longer one counts less."""
+    """LUSPO (2602.05261): GSPO's objective, where each response is multiplied by its length. The
+    tokens of long responses then have the same weight as those of short ones."""
     ratio = _token_mean(log_ratio, mask).exp()
     lengths = mask.sum(dim=1)
     return clipped_objective(ratio, lengths * advantages, eps_low, eps_high)
@@ -81,36 +84,36 @@ def luspo_loss(log_ratio, advantages, mask, eps_low, eps_high):
 
 @loss_of
 def dapo_loss(log_ratio, advantages, mask, eps_low, eps_high):
-    """DAPO (2503.14476, Eq. 8): GRPO's objective, its mean taken over all tokens of the minibatch.
-    """
+    """DAPO (2503.14476, Eq. 8): GRPO's objective, averaged over all tokens of the minibatch."""
     objective = clipped_objective(log_ratio.exp(), advantages[:, None], eps_low, eps_high)
     return _token_sum(objective, mask) / _mean_length(mask)
 
 
 @loss_of
 def dr_grpo_loss(log_ratio, advantages, mask, eps_low, eps_high):
-    """Dr. GRPO (2503.20783): GRPO's objective, summed over tokens and divided by a constant. Its
-    advantages are centred_advantages."""
+    """Dr. GRPO (2503.20783): GRPO's objective, summed over tokens and divided by a constant. It is
+    used with centred_advantages."""
     objective = clipped_objective(log_ratio.exp(), advantages[:, None], eps_low, eps_high)
     return _token_sum(objective, mask) / BUDGET
 
 
 def centred_advantages(rewards, group_size):
-    """Dr. GRPO: the rewards less their group's mean, not divided by its standard deviation."""
+    """Dr. GRPO: the rewards minus the mean of the group, without dividing by its deviation."""
     groups = rewards.view(-1, group_size)
     mean = groups.mean(dim=1, keepdim=True)
     return (groups - mean).flatten()
 
 
 def scaled(loss, times=1, over=1):
-    """A loss with its advantages times or over a number."""
+    """A loss whose advantages are multiplied by `times` and divided by `over`."""
     def scaled_loss(log_probs, old_log_probs, advantages, *others, **more):
         return loss(log_probs, old_log_probs, advantages * times / over, *others, **more)
     return scaled_loss
 
 
-# train_math clips gradients to norm 1: LUSPO's and FSPO's all exceed it, GSPO's never. GSPO times
-# 200, the long task's length, is GSPO as they are clipped; they over 200 are as GSPO is, unclipped.
+# train_math.py clips gradients to norm 1. The gradients of LUSPO and FSPO always exceed this norm,
+# and those of GSPO never do. If GSPO is multiplied by 200, the response length of the long task,
+# its gradients are clipped, too. If LUSPO and FSPO are divided by 200, theirs are not clipped.
 gspo_200_loss = scaled(gspo_loss, times=200)
 luspo_200_loss = scaled(luspo_loss, over=200)
 fspo_200_loss = scaled(fspo_loss, over=200)
@@ -121,6 +124,7 @@ def _token_sum(x, mask):
 
 
 def _mean_length(mask):
-    """What makes sums over tokens means over all tokens of the minibatch. Responses without
-    gradient, which train_math leaves out, count as if they had the mean length of the others."""
+    """The divisor that turns sums over tokens into a mean over all tokens of the minibatch.
+    Responses without gradient, which train_math.py leaves out, count with the mean length of the
+    others."""
     return mask.sum(dim=1).float().mean()

@@ -1,19 +1,27 @@
 """Makes all published tables again from the committed logs, in a few seconds.
 
-    python -m experiments.tables          then `git diff` shows whether a table changed
+    python -m experiments.tables               then `git diff` shows whether a table changed
+    python -m experiments.tables --pictures    also draws all pictures in results/ again
 
-Nothing is trained or measured. Pictures are drawn by the scripts that made them, for example by
-`python -m experiments.rival_report all`. Not included are lesson/results/bugs.md, whose runs take
-six minutes (python -m lesson.find_the_bug --all), and results/gsm8k/answers.md, which quotes GSM8K.
+Nothing is trained or measured. Not included are lesson/results/bugs.md, whose runs take six minutes
+(python -m lesson.find_the_bug --all), and results/gsm8k/answers.md, which quotes GSM8K. The
+pictures of the lesson are drawn by `python -m lesson.seeds table`, `python -m lesson.clip_figure`
+and `python -m lesson.find_the_bug`.
 """
+import argparse
+import tempfile
 from pathlib import Path
 
-from common.logs import read
-from experiments import bench_vs_trl, precision, ratios, rival_report
-from experiments.qwen import gsm8k, gsm8k_gpu
+from common import plot
+from common.logs import read, read_packed, unpack
+from experiments import bench_vs_trl, exact, precision, range_rule, ratios, rival_report
+from experiments.qwen import gsm8k, gsm8k_gpu, sums
 from experiments.rival_settings import EXPERIMENTS
 
 RESULTS = Path(__file__).with_name("results")
+SUMS = "gspo_wide_0", "gspo_wide_1", "gspo_wide_2", "grpo_0", "grpo_1", "grpo_2"  # in compared.png
+GSM8K_TITLE = ("Qwen2.5-Coder-0.5B on GSM8K, one run each: the responses become shorter, and GSPO "
+               "is not ahead of GRPO")
 
 
 def tables():
@@ -34,10 +42,39 @@ def tables():
     return found
 
 
-def main():
+def draw_pictures():
+    """Draws the pictures in results/ from the committed logs."""
+    rivals = rival_report.RESULTS
+    for name in (*rival_report.SHOWN, "factorial", "greedy", "noise", "world"):
+        rival_report.draw_pictures(name, rivals)
+    rows = read(rivals / "ratios.jsonl")
+    by_length = [row for row in rows if "length" in row]
+    histograms = [row for row in rows if "length" not in row]
+    ratios.draw(by_length, histograms, rivals / "ratios.png", ratios.TITLE)
+    exact.draw_ratios(read(rivals / "exact_ratios.jsonl"), rivals / "exact.png")
+    precision.draw(precision.logged(precision.RESULTS), RESULTS / "precision.png")
+    if range_rule.LOG.exists():
+        range_rule.draw(read(range_rule.LOG), RESULTS / "range_rule.png")
+    gsm8k_gpu.draw(read_packed(gsm8k_gpu.RESULTS / "metrics.jsonl"),
+                   gsm8k_gpu.RESULTS / "curves.png")
+    runs = {name.upper(): read(RESULTS / "gsm8k" / f"{name}.metrics.jsonl")
+            for name in ("gspo", "grpo")}
+    plot.draw(runs, RESULTS / "gsm8k" / "runs.png", eps_high=4e-4, title=GSM8K_TITLE)
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(RESULTS / "sums" / "logs.jsonl", Path(folder))
+        runs = {name: sums.load_run(Path(folder, name)) for name in SUMS}
+    sums.draw(runs, RESULTS / "sums" / "compared.png")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pictures", action="store_true", help="also draw all pictures again")
+    args = parser.parse_args(argv)
     for path, text in tables().items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(RESULTS.parents[1]))
+    if args.pictures:
+        draw_pictures()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """GSPO-token for conversations: an environment answers the model, and each turn has a reward.
 
     python -m experiments.two_turns                      each turn has an advantage of its own
-    python -m experiments.two_turns --one_advantage      the conversation has one, as in GSPO
+    python -m experiments.two_turns --one_advantage      the whole conversation has one, as in GSPO
 
 The model guesses a hidden digit. The environment replies whether the digit is higher (+) or lower
 (-), and the model guesses again. The reward of a turn is 1 for the digit, 1/9 less for each digit
-of distance, and 0 for anything but one digit. All else is train_math.py. The model is tiny and
-starts with random weights; a CPU is enough. turns.md shows what it prints.
+of distance, and 0 if the answer is not one digit. Everything else is train_math.py. The model is
+tiny and starts with random weights, so a CPU is enough. turns.md shows the output.
 """
 import argparse
 import itertools
@@ -29,7 +29,7 @@ class GuessTwice:
         self.tokenizer = tokenizer
         self.one_advantage = one_advantage
         self.sampled = []  # (answer, reply, answer) of each response, as token ids
-        self.turns = []  # the same, of the last rollout that was scored
+        self.turns = []  # the same for the last rollout that was scored
 
     def guess(self, answer):
         """The digit that an answer consists of, or None."""
@@ -46,7 +46,7 @@ class GuessTwice:
         return self.tokenizer.encode(sign + "\n")
 
     def rollout(self, model, prompts, group_size, max_length, *more):
-        """As train_math.rollout. A response is both answers, without the reply between them."""
+        """Like train_math.rollout. A response is both answers, without the reply between them."""
         prompts = [prompt for prompt in prompts for _ in range(group_size)]
         shown = [prompt[1:] for prompt in prompts]
         first, first_log_probs = train_math.rollout(model, shown, 1, max_length, *more)
@@ -81,7 +81,7 @@ class GuessTwice:
         return torch.stack([train_math.group_advantages(turn, group_size) for turn in each], 1)
 
     def build_minibatches(self, prompts, responses, advantages, cfg):
-        """The reply stands in each text again, its mask is 0, and each token has an advantage."""
+        """Puts the reply back into each text with mask 0, and gives each token its advantage."""
         shown = [prompt[1:] for prompt in prompts]
         texts = [first + reply + second for first, reply, second in self.turns]
         minibatches = train_math.build_minibatches(shown, texts, advantages, cfg)
@@ -99,7 +99,8 @@ class GuessTwice:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--one_advantage", action="store_true")
+    parser.add_argument("--one_advantage", action="store_true",
+                        help="one advantage for the whole conversation")
     parser.add_argument("--max_steps", type=int, default=60, help="number of rollouts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

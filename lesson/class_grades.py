@@ -1,8 +1,8 @@
-"""The grades of a class: what the graders of the two homeworks share.
+"""The grades of a class: the common part of the graders of the two homeworks.
 
-Each file is copied before the first one runs. Its tests run in a process group of its own, which is
-killed at the end. If a test ends the process, the function that it tests loses its points, and the
-tests of the other functions are run in a new process.
+All files are read before the first one runs. The tests of a file run in a separate process group,
+which is killed at the end. If a test ends the process, the function that it tests loses its points,
+and the tests of the other functions are run in a new process.
 """
 import ast
 import copy
@@ -19,11 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-MINUTES = 15                       # by the clock, for one process
-CPU_MINUTES = 5                    # of CPU time; most files take a few seconds
+MINUTES = 15                       # limit of wall-clock time for one process
+CPU_MINUTES = 5                    # limit of CPU time; most files take a few seconds
 BYTES = 4 * 2 ** 30
 COPIED = "the same code as in"
-WORDS = {  # an honest solution needs none of these: a teacher should read a file that uses them
+WORDS = {  # an honest solution needs none of these, so a teacher should read a file that uses them
     "__import__", "_getframe", "_pytest", "ctypes", "environ", "eval", "exec", "gc", "importlib",
     "inspect", "kill", "modules", "open", "pytest", "read_bytes", "read_text", "runpy",
     "subprocess", "system",
@@ -41,7 +41,7 @@ class Homework:
 
 
 def run_tests(homework, path, log):
-    """(what the tests of this file print, the exit code, or None if the time was over)."""
+    """(what the tests of this file print, the exit code or None if the time limit was reached)."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rN", "-p", "no:cacheprovider"]
     environment = {
         **os.environ,
@@ -76,12 +76,12 @@ def limit_resources():
     import resource
     limits = {resource.RLIMIT_DATA: BYTES, resource.RLIMIT_CPU: 60 * CPU_MINUTES}
     for what, most in limits.items():
-        with suppress(ValueError, OSError):  # some systems cannot
+        with suppress(ValueError, OSError):  # some systems cannot limit this
             resource.setrlimit(what, (most, most))
 
 
 def end_group(process):
-    """Kills the process, and the processes that it has started and left."""
+    """Kills the process and all processes that it has started."""
     if os.name == "posix":
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ def how_it_ended(printed, code):
 
 
 def read_log(log):
-    """The entries that lesson/grading.py has written; what is not one of its lines is left out."""
+    """The entries that lesson/grading.py has written. Any other line is left out."""
     entries = []
     if log.exists():
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -110,9 +110,9 @@ def read_log(log):
 
 
 def results_of(homework, path, log):
-    """(the last entry of the log if all tests have a result, how a file failed, other remarks).
+    """(the last entry of the log if all tests have a result, how the file failed, other remarks).
 
-    Starts the tests again as long as they end early, each time because of another part."""
+    If the tests end early, they are started again without the part that ended them."""
     for _ in range(len(homework.parts) + 1):
         printed, code = run_tests(homework, path, log)
         said = re.search(rf"{re.escape(path.name)} (does not load: .*?)[ !]*$", printed, re.M)
@@ -146,11 +146,11 @@ def results_of(homework, path, log):
     return results[-1], None, remarks
 
 
-# ---- what is read in the source ------------------------------------------------------------------
+# ---- checks of the source ------------------------------------------------------------------------
 
 
 def functions_of(source):
-    """The functions of a source text: name -> syntax tree."""
+    """The functions of a source text, {name: syntax tree}."""
     return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
 
@@ -181,7 +181,7 @@ class Numbered(ast.NodeTransformer):
 
 
 def fingerprint(nodes):
-    """The syntax trees as a text in which neither names nor docstrings nor the layout matter."""
+    """The syntax trees as a text that does not depend on names, docstrings or layout."""
     tree = ast.Module(body=copy.deepcopy(list(nodes)), type_ignores=[])
     return ast.dump(Numbered().visit(tree))
 
@@ -214,7 +214,7 @@ def suspicious(source):
 
 
 def what_it_is_not(source):
-    """Why this source can have no points, or None."""
+    """Why this source cannot have any points, or None."""
     if source is None:
         return "no such file"
     text = source.lstrip()
@@ -224,9 +224,9 @@ def what_it_is_not(source):
 
 
 def shared_helpers(homework, source, lost):
-    """{part: a remark} for parts that fail and call a helper that an earlier one that fails calls.
+    """{part: a remark} for parts that fail and share a helper with an earlier part that fails.
 
-    A helper that a part with full points calls, too, is not suspected."""
+    A helper that is also called by a part with full points is not suspected."""
     functions = functions_of(source)
     helpers = {}
     for part in homework.parts:
@@ -240,7 +240,8 @@ def shared_helpers(homework, source, lost):
             shared = helpers[earlier] & helpers[part] - right
             if shared and part not in remarks:
                 both = ", ".join(sorted(shared))
-                remarks[part] = f"perhaps the mistake is {earlier}'s, too, as both call {both}: "
+                remarks[part] = (f"perhaps this is the same mistake as in {earlier}, because both "
+                                 f"call {both}: ")
     return remarks
 
 
@@ -272,7 +273,7 @@ def grade(homework, name, source, seen=None):
     key = whole_file(source)
     if seen is not None and own and "NotImplementedError" not in source:
         if seen.setdefault(key, name) != name:
-            remarks.insert(0, f"{COPIED} {seen[key]}, but for names and docstrings")
+            remarks.insert(0, f"{COPIED} {seen[key]}, except for names and docstrings")
     if results is None:
         return row | {"remark": "; ".join([problem, *remarks])}
     row["grade"] = round(results["grade"], 1)

@@ -5,17 +5,17 @@
     python -m lesson.find_the_bug --handout FOLDER --shuffle 5             an exercise for a class
     python -m lesson.find_the_bug --handout FOLDER --shuffle 5 --seed 11   the same with new runs
 
-The published logs a to h are in bugs/, and their answers are in find_the_bug.md. A log that is
-there is not made again. A run takes about half a minute on an idle core; it is kept in runs/bugs/.
+The published logs a to h are in bugs/, and their answers are in find_the_bug.md. A log that exists
+is not made again. A run takes about half a minute on an idle core, and is kept in runs/bugs/.
 
-A hand-out is FOLDER with exercise.md, eight logs and their picture. The letters are shuffled with
-the seed that --shuffle gives. The key is not in FOLDER but beside it, in FOLDER-key.md. Nothing is
+A hand-out is FOLDER with exercise.md, eight logs and their picture. --shuffle gives the seed with
+which the letters are shuffled. The key is not in FOLDER but beside it, in FOLDER-key.md. Nothing is
 overwritten. Without --seed, a hand-out takes seconds, but its logs are the published ones, so that
-a student can look the answers up. With --seed N, eight new runs with the seeds N to N + 7 are made.
-Check the key against the new logs before you grade: seeds differ, and the key describes the usual
-case.
+a student can look up the answers. With --seed N, eight new runs with the seeds N to N + 7 are made.
+Compare the key with the new logs before you grade, because seeds differ, and the key describes the
+usual case.
 
-Do not read on before you have solved find_the_bug.md, because the bugs follow here.
+The bugs follow below. Do not read on before you have solved find_the_bug.md.
 """
 import argparse
 import contextlib
@@ -32,6 +32,7 @@ from matplotlib.figure import Figure
 
 import train_math
 from common.logs import read
+from common.plot import STYLES
 from gspo import clipped_objective, group_advantages, gspo_loss
 from lesson import tiny
 
@@ -45,6 +46,9 @@ SETTINGS = ("algorithm", "group_size", "prompts_per_step", "minibatches", "epoch
             "learning_rate", "max_steps", "max_completion_length")
 PANELS = {"reward": "linear", "response_length": "linear", "equal_reward_groups": "linear",
           "loss": "log", "grad_norm": "log", "clip_fraction": "linear", "log_ratio_std": "log"}
+UNITS = {"reward": "mean", "response_length": "tokens", "equal_reward_groups": "fraction",
+         "loss": "absolute value", "grad_norm": "before clipping",
+         "clip_fraction": "of all tokens", "log_ratio_std": "of log s"}
 CAPTION = """`python -m lesson.find_the_bug --all`: world 0, seed 0, eight rollouts.
 Means over the rollouts, of the loss's size, and eval_reward at the end.
 Bold: less than half of the value without a bug, or more than twice.
@@ -52,7 +56,7 @@ Bold: less than half of the value without a bug, or more than twice.
 """
 LETTERS = "abcdefgh"
 SECOND_SEED = 1  # of the second correct run; the seed of all other published runs is 0
-BLUE = "#0072B2"
+BLUE, _ = STYLES["gspo"]
 END = 1  # the tiny tokenizer's end token
 
 
@@ -115,7 +119,7 @@ def leave_gradients(optimizer):
     pass
 
 
-BUGS = {  # what is wrong: parts of train_math.py, flags, or the optimizer's zero_grad
+BUGS = {  # the bug: what makes it (parts of train_math.py, flags, or the optimizer's zero_grad)
     "nothing": {},
     "the ratio is always 1: the current log-probs stand for the old": {"loss": against_itself},
     "zero_grad is missing": {"zero_grad": leave_gradients},
@@ -133,7 +137,7 @@ BUGS = {  # what is wrong: parts of train_math.py, flags, or the optimizer's zer
     "the old log-probs are taken anew before each update": {"response_log_probs": taken_anew}}
 
 
-REASONS = {  # what is wrong: the metric that shows it, and why the mistake must change this metric
+REASONS = {  # the bug: the metric that shows it, and why the bug must change this metric
     "nothing": (
         "equal_reward_groups, grad_norm and clip_fraction are normal",
         "equal_reward_groups is above 0 in some rollouts, grad_norm stays below 1, the size of the "
@@ -211,7 +215,7 @@ KEY = """# Find the bug: the key
 
 Letters: shuffled with {shuffle}. Runs: {runs}. A letter gives 1 point. A reason gives 2 points: one
 for the metric, and one for the explanation. Accept any other metric if the log shows it and the
-explanation is right.
+explanation is correct.
 
 | log | what is wrong | the metric that shows it | why |
 |---|---|---|---|
@@ -223,7 +227,7 @@ explanation is right.
 
 
 def run(name, seed=0):
-    """The rows of the run with this bug, which is made now unless it was kept."""
+    """The rows of metrics of a run with this bug. The run is made unless its log exists."""
     kept = Path("runs/bugs", f"{list(BUGS).index(name)}-{seed}.jsonl")
     if not kept.exists():
         parts = dict(BUGS[name])
@@ -245,14 +249,14 @@ def run(name, seed=0):
 
 
 def answers():
-    """{letter: what is wrong in its published log}: the first seven of BUGS, shuffled, and then a
-    second correct run."""
+    """{letter: the bug of its published log}: the first seven of BUGS, shuffled, and then a second
+    correct run."""
     names = random.Random(2507).sample(list(BUGS)[:7], 7)
     return dict(zip(LETTERS, [*names, "nothing"]))
 
 
 def published(letter):
-    """The rows of a published log as the exercise shows them, made now if the log is missing."""
+    """The rows of a published log as the exercise shows them. A missing log is made."""
     path = FOLDER / f"{letter}.jsonl"
     if path.exists():
         return read(path)
@@ -287,11 +291,11 @@ def hand_out(folder, shuffle, seed=None):
     """Writes the exercise and eight logs into a new folder, and the key beside it.
 
     shuffle: the seed of the letters. seed: of the first of eight new runs; None: the published
-    logs. Returns the path of the key. FileExistsError: one of the two is there already."""
+    logs. Returns the path of the key. FileExistsError: one of the two exists already."""
     key = folder.with_name(f"{folder.name}-key.md")
     for path in folder, key:
         if path.exists():
-            raise FileExistsError(f"{path} is there already: nothing has been written")
+            raise FileExistsError(f"{path} exists already, so nothing was written")
     names = list(answers().values())
     if seed is None:
         logs = [published(letter) for letter in LETTERS]
@@ -330,17 +334,16 @@ def draw(logs, path):
         evaluated = [rows[0]["eval_reward"], rows[-1]["eval_reward"]]
         line[0].plot([0, len(rows) - 1], evaluated, "s", color="black", markerfacecolor="white")
     for axis, name in zip(axes[0], PANELS):
-        title = f"|{name}|" if name == "loss" else name
-        axis.set_title(title, fontsize=10)
+        axis.set_title(f"{name}\n({UNITS[name]})", fontsize=10)
     for axis in axes[-1]:
         axis.set_xticks([0, 4, 8])
-    figure.suptitle("Each row is a log. Six differ from a correct run in at least one panel.")
-    figure.supxlabel("rollout (white squares: eval_reward, accuracy on held-out questions)")
+    figure.suptitle("Each row is a log. Six logs differ from a correct run in at least one panel.")
+    figure.supxlabel("rollout (white squares: eval_reward, the accuracy on held-out questions)")
     figure.savefig(path, dpi=150)
 
 
 def averages(rows):
-    """{metric: its mean over the rollouts, of the loss's size}, and eval_reward at the end."""
+    """{metric: the mean of its absolute value over the rollouts}, and eval_reward at the end."""
     values = {"eval_reward": rows[-1]["eval_reward"]}
     for name in METRICS:
         known = [abs(row[name]) for row in rows[1:] if row[name] is not None]
@@ -363,23 +366,27 @@ def table():
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--all", action="store_true", help="twelve bugs: results/bugs.md")
-    parser.add_argument("--handout", type=Path, metavar="FOLDER", help="an exercise for a class")
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="the order of its letters")
-    parser.add_argument("--seed", type=int, help="of its new runs; default: the published logs")
+    parser.add_argument("--all", action="store_true",
+                        help="run all twelve bugs, and write results/bugs.md")
+    parser.add_argument("--handout", type=Path, metavar="FOLDER",
+                        help="write an exercise for a class to FOLDER")
+    parser.add_argument("--shuffle", type=int, metavar="SEED",
+                        help="seed of the order of the letters in the hand-out")
+    parser.add_argument("--seed", type=int,
+                        help="seed of the first new run (default: use the published logs)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     if (args.handout is None) != (args.shuffle is None):
-        parser.error("--handout and --shuffle need each other")
+        parser.error("--handout and --shuffle must be given together")
     if args.seed is not None and args.handout is None:
-        parser.error("--seed is for the runs of a --handout")
+        parser.error("--seed needs --handout, because it is for the runs of a hand-out")
     if args.handout:
         try:
             key = hand_out(args.handout, args.shuffle, args.seed)
         except FileExistsError as error:
             print(error, file=sys.stderr)
             sys.exit(2)
-        print(f"the exercise: {args.handout}\nits key, which is not for students: {key}")
+        print(f"the exercise: {args.handout}\nthe key, which is not for students: {key}")
         return
     if args.all:
         TABLE.parent.mkdir(exist_ok=True)

@@ -5,12 +5,13 @@ each part of the homework, with the number of tests passed and what to look at f
 
 All parts of a homework count alike. A part has the points of its kinds of tests: 90 for the maths
 and 10 for the promises, for example. A kind earns all of its points if all of its tests pass, and
-otherwise at most a third of them, in proportion to the tests that pass. So a file whose maths is
-right stands above a file with a mistake in its maths. The grade is the mean over the parts.
+otherwise at most a third of them, in proportion to the tests that pass. A file whose maths is
+correct therefore ranks above a file with a mistake in its maths. The grade is the mean over the
+parts.
 
 The class grader (lesson/teach.py) reads the results from the file that GRADE_LOG names. If a test
-ends the process, it starts the tests again. This grader then takes the results from that file, and
-runs no more tests of the part that ended the process.
+ends the process, the class grader starts the tests again. This grader then reads the earlier
+results in that file, and runs no more tests of the part that ended the process.
 """
 import json
 import os
@@ -24,8 +25,8 @@ import pytest
 import torch
 
 EXIT = os._exit
-CPU_SECONDS = 5       # a test takes milliseconds; one that takes more CPU time than this is ended
-SECONDS = 60          # a test that has not ended by then (it waits, say) ends the whole run
+CPU_SECONDS = 5       # a test that takes more CPU time is ended; a normal one takes milliseconds
+SECONDS = 60          # a test that has not ended by then, because it waits, ends the whole run
 LOOPS = 2             # after this many endless loops in a part, its other tests are not run
 HAS_ALARM = hasattr(signal, "SIGPROF")
 MOST_OF_A_WRONG_KIND = 1 / 3
@@ -52,7 +53,9 @@ SLIPS = {  # mistakes that several losses may share: how to undo one; n is the d
 
 
 class Repair:
-    """One way to try a failed test of a loss again: names to lend, and a slip to undo, or None."""
+    """One way to try a failed test of a loss again.
+
+    lent: correct functions that replace the file's own. slip: a key of SLIPS to undo, or None."""
 
     def __init__(self, lender, part, lent, slip=None):
         self.lender = lender
@@ -61,7 +64,7 @@ class Repair:
         self.slip = slip
         notes = []
         if lent:
-            notes.append(f"tested with a right {' and '.join(lent)}")
+            notes.append(f"tested with a correct {' and '.join(lent)}")
         if slip:
             notes.append(f"{slip}, as in {lender.first_with.get(slip)}, where it costs points")
         self.note = "; ".join(notes)
@@ -80,16 +83,18 @@ class Repair:
             self.lender.under_test.undo = {}
 
     def counts(self):
-        """Whether a test that passes so has passed. The first loss with a slip pays for it."""
+        """Whether a test counts as passed if it passes with this repair. The first loss with a slip
+        does not get these points."""
         if self.slip is None:
             return True
         return self.lender.first_with.setdefault(self.slip, self.part) != self.part
 
 
 class Lender:
-    """Keeps a mistake that has cost points in one function from costing points in the losses, too.
+    """If a mistake has cost points in one function, it costs no points in the losses that call it.
 
-    module: the file under test. under_test: the tests' proxy of it. right: the right functions."""
+    module: the file under test. under_test: the tests' proxy of it. right: the correct functions.
+    """
 
     LENT = ("sequence_ratio", "clipped_objective")
     LOSSES = ("gspo_loss", "gspo_token_loss", "grpo_loss")
@@ -101,7 +106,7 @@ class Lender:
         self.first_with = {}       # slip -> the loss that has it first
 
     def repairs(self, part, failed, dead):
-        """What to try, in this order."""
+        """The repairs to try, in this order."""
         if part not in self.LOSSES:
             return []
         wrong = (failed | dead.keys()) & self.right.keys()
@@ -132,7 +137,7 @@ class Grader:
         self.loops = {}            # part -> endless loops so far
         self.said = {}             # part -> what was repaired for it
         self.changed = []          # names of TORCH_STATE
-        self.now = None            # the test that runs
+        self.now = None            # the test that is running
         self.torch_state = {name: read() for name, (read, _) in TORCH_STATE.items()}
         self.log_path = os.environ.get("GRADE_LOG")
         self.read_log()
@@ -163,10 +168,11 @@ class Grader:
 
     @contextmanager
     def limit(self, cpu_seconds=CPU_SECONDS):
-        """Ends a block that takes too long. The limit is CPU time: a slow machine does not matter.
+        """Ends a block that takes too long. The limit is CPU time, so that a slow machine does not
+        matter.
 
-        The second limit is for a block that waits, and for systems without the signal. It is a
-        minute by the clock, and ends the whole run."""
+        A second limit, SECONDS of wall-clock time, is for a block that waits, and for systems
+        without the signal. It ends the whole run."""
         timer = threading.Timer(SECONDS, self.give_up)
         timer.daemon = True
         timer.start()
@@ -185,22 +191,23 @@ class Grader:
         if HAS_ALARM:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
-    pytest_enter_pdb = disarm      # a debugger takes its time
+    pytest_enter_pdb = disarm      # there is no limit in a debugger
 
     def ring(self, *_):
         part = self.tests[self.now][0] if self.now else None
-        hint = f"an endless loop? It was ended after {self.cpu_seconds} seconds of CPU time"
+        hint = (f"is there an endless loop? The test was ended after {self.cpu_seconds} seconds of "
+                "CPU time")
         self.loops[part] = self.loops.get(part, 0) + 1
         if part and self.loops[part] >= LOOPS:
             self.dead[part] = hint
         fail(hint)
 
     def give_up(self):
-        """Runs in a thread of its own, because the thread of the tests does not come back."""
+        """Runs in another thread, because the thread of the tests does not return."""
         plugins = self.session.config.pluginmanager
         plugins.getplugin("capturemanager").suspend_global_capture(in_=True)
         where = (self.now or "while it was loaded").partition("::")[2] or "while it was loaded"
-        why = f"has not ended after {SECONDS} seconds: an endless loop, or does it wait?"
+        why = f"has not ended after {SECONDS} seconds: is there an endless loop, or does it wait?"
         if self.now:
             self.hints[self.now] = why
             self.log(dead=self.now, why=why)
@@ -256,7 +263,7 @@ class Grader:
 
         repairs = self.lender.repairs(part, self.failed(), self.dead) if self.lender else []
         error = None
-        if not (repairs and repairs[0].lent.keys() & self.dead.keys()):  # these do not end
+        if not (repairs and repairs[0].lent.keys() & self.dead.keys()):  # dead ones do not end
             error = self.attempt(call)
             if error is None:
                 return True
@@ -279,7 +286,7 @@ class Grader:
             return
         if report.when == "setup" and report.passed:
             return
-        hint = "" if report.passed else "skipped, which is not passed"
+        hint = "" if report.passed else "the test was skipped, so it has not passed"
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             hint = (crash.message if crash else str(report.longrepr)).partition("\n")[0]
@@ -300,18 +307,18 @@ class Grader:
         return found
 
     def grade(self):
-        """The grade in percent, by the rule above."""
+        """The grade in percent, by the rule at the top of this file."""
         points = 0
         for part in self.parts:
             for kind, (passed, of) in self.counts(part).items():
-                share = passed / of
+                fraction = passed / of
                 if passed < of:
-                    share *= MOST_OF_A_WRONG_KIND
-                points += self.weights[kind] * share
+                    fraction *= MOST_OF_A_WRONG_KIND
+                points += self.weights[kind] * fraction
         return 100 * points / sum(self.weights.values()) / len(self.parts)
 
     def note(self, part):
-        """What is to be known of this part's points, and what to look at first."""
+        """Remarks on this part's points, and what to look at first."""
         hints = [self.hints.get(test) for test, (name, _) in self.tests.items() if name == part]
         notes = []
         if None in hints and part not in self.dead:
@@ -343,7 +350,8 @@ class Grader:
             self.log(grade=self.grade(), parts=parts, total=self.counts(), state=self.changed)
 
     def pytest_unconfigure(self):
-        """Leaves at once: a thread of the file's that does not end would keep the process alive."""
+        """Ends the process at once, because a thread of the file that does not end would keep it
+        alive."""
         if not all(thread.daemon for thread in threading.enumerate()[1:]):
             print(f"{self.path.name} leaves a thread running")
             self.log(thread=True)

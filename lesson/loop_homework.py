@@ -4,14 +4,16 @@
     python -m lesson.loop_homework --grade FILES > grades.csv  a row for each file
     python -m lesson.loop_homework --grade FILES --json        a JSON object on each line
 
-The hand-out is FOLDER/train_math.py, in which MicroBatch.__init__, response_log_probs, and phases 3
-and 4 of train_step are still to be written, FOLDER/test_loop.py, which says how to start and how to
-print a grade, and what these two need: gspo.py and grading.py. Nothing is overwritten. Be careful:
-gspo.py is the solution of the first homework, so hand this one out after it.
+The hand-out has four files. In FOLDER/train_math.py, MicroBatch.__init__, response_log_probs, and
+phases 3 and 4 of train_step are still to be written. FOLDER/test_loop.py has the tests, and says
+how to start and how to print a grade. gspo.py and grading.py are needed by these two. Nothing is
+overwritten. Be careful: gspo.py is the solution of the first homework, so hand out this homework
+after it.
 
 The four blanks and the whole step count alike. A part has all of its points if all of its tests
-pass, and otherwise at most a third of them, in proportion to the tests that pass. What the remarks
-mean, and what the grader cannot see: `python test_gspo.py --help`. A file takes about ten seconds.
+pass, and otherwise at most a third of them, in proportion to the tests that pass. `python
+test_gspo.py --help` explains the remarks, and what the grader cannot see. A file takes about ten
+seconds.
 """
 import argparse
 import ast
@@ -31,7 +33,8 @@ HINTS = {
         # self.advantages (b,): of these responses; None if none are given.
         # self.old_log_probs: None until phase 3.""",
     "response_log_probs": """
-    # Begin with the three lines of the docstring, and 0 where batch.mask is 0. Memory can wait.""",
+    # Start with the three lines of the docstring. The result is 0 where batch.mask is 0. You do not
+    # need to save memory.""",
     "phase 3": """
     # Make `minibatches` with parts.build_minibatches(prompts, responses, advantages, cfg), which
     # takes a prompt for each response. Give each of their micro-batches its old_log_probs, without
@@ -41,9 +44,10 @@ HINTS = {
     # eps_low, eps_high, denominator=...) is what one micro-batch adds to the loss of its minibatch.
     # build_minibatches has left out the responses of advantage 0: what, then, is the denominator?
     # The gradient is clipped to norm 1. cfg.clip_range() is (eps_low, eps_high). The backward pass
-    # may stand in `with tf32_matmuls():`, which makes it faster on CUDA.
-    # For the metrics: `updates`, for each optimizer step a list of (micro-batch, detached
-    # log-probs, loss as a number), and `grad_norms`, for each the norm before the clipping.""",
+    # may be put into `with tf32_matmuls():`, which makes it faster on CUDA.
+    # The metrics need two lists with an entry per optimizer step. An entry of `updates` is a list
+    # of (micro-batch, detached log-probs, loss as a number), and an entry of `grad_norms` is the
+    # gradient norm before clipping.""",
 }
 
 
@@ -111,7 +115,7 @@ def hand_out(folder):
         files[path.name] = path.read_text(encoding="utf-8")
     for name in files:
         if (folder / name).exists():
-            print(f"{folder / name} is there already: nothing has been written", file=sys.stderr)
+            print(f"{folder / name} exists already, so nothing was written", file=sys.stderr)
             sys.exit(2)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -4,12 +4,12 @@
     OMP_NUM_THREADS=1 python -m lesson.seeds report      four fresh worlds: an hour or more
     OMP_NUM_THREADS=1 python -m lesson.seeds lesson      the runs that the lesson shows
 
-`choose` runs the pairs of world and seed on which the settings were chosen, `report` the fresh
-pairs on which they were then judged. lesson/results/PLAN.md states the settings, the criterion and
-the pairs, and was committed before the fresh runs. A run whose log exists in lesson/results/ is not
-repeated, so an interrupted command can simply be given again. `--worlds 13 14` restricts a process
-to these worlds, so that two processes can share the work. Without runs, `table` only rewrites
-lesson/results/table.md and seeds.png.
+`choose` trains on the pairs of world and seed that were used to choose the settings. `report`
+trains on fresh pairs, which were used to evaluate these settings. lesson/results/PLAN.md states the
+settings, the criterion and the pairs, and was committed before the fresh runs. A run whose log
+exists in lesson/results/ is not repeated. If a command is interrupted, run it again to continue.
+`--worlds 13 14` restricts a process to these worlds, so that two processes can divide the work.
+`table` trains nothing, and only rewrites lesson/results/table.md and seeds.png.
 """
 import argparse
 import json
@@ -27,6 +27,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import train_math
+from common import plot
 from common.logs import append, read
 from lesson import tiny
 
@@ -35,14 +36,14 @@ LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # 1.5 times the default of lesson
 CHOICE = [(1, 41), (1, 42)]  # (world, seed)
 CHOICE_NO_CLIP = [(1, 41), (0, 41), (0, 42)]
 FRESH = [(world, seed) for seed in (51, 52, 53) for world in (11, 12, 13, 14)]
-RANGES = {"GSPO": (0.01, 0.03), "GRPO": (0.2, 0.4)}  # the lower ones
+RANGES = {"GSPO": (0.01, 0.03), "GRPO": (0.2, 0.4)}  # the lower clip ranges to choose from
 COLLAPSED = 0.35  # a run collapsed if its final held-out greedy accuracy is below this
 SUCCESS = 0.90  # a run succeeded if that accuracy is at least this
-STYLES = {  # color, line style and marker of each variant, in every picture
-    "GSPO": ("#0072B2", "-", "o"),
-    "GRPO": ("#E69F00", "--", "s"),
-    "no clip": ("#D55E00", "-.", "^"),
-    "one update": ("#009E73", ":", "D")}
+STYLES = {  # of each variant: colour and line style, as in every picture, and a marker
+    "GSPO": (*plot.STYLES["gspo"], "o"),
+    "GRPO": (*plot.STYLES["grpo"], "s"),
+    "no clip": (*plot.STYLES["no clipping"], "^"),
+    "one update": (*plot.STYLES["one update"], "D")}
 
 
 def clipped(algorithm, low):
@@ -91,7 +92,7 @@ def run(part, variant, flags, world, seed):
 
 
 def candidates():
-    """{name: flags} of the variants between which the CHOICE pairs decide."""
+    """{name: flags} of the variants from which the runs on the CHOICE pairs select."""
     return {f"{algorithm} {low}": clipped(algorithm, low)
             for algorithm, lows in RANGES.items() for low in lows}
 
@@ -131,8 +132,8 @@ def report(worlds, pairs=FRESH, part="report"):
 # ---- table and picture ---------------------------------------------------------------------------
 
 
-def percent(share):
-    return f"{100 * share:.1f}"
+def percent(fraction):
+    return f"{100 * fraction:.1f}"
 
 
 def accuracies(rows):
@@ -189,14 +190,15 @@ def report_table(runs):
 
 
 def curve(rows, key):
-    """The values of a metric after rollouts 1, 2, ..., not a number where there is none."""
+    """The values of a metric after rollouts 1, 2, ...; NaN where there is no value."""
     return [math.nan if row[key] is None else row[key] for row in rows[1:]]
 
 
 def draw(runs, path):
+    """Curves of {variant: {pair: rows}}: thin for each run, bold for their mean."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     panels = {"reward": "accuracy of the sampled responses (%)",
-              "log_ratio_std": "standard deviation of log s",
+              "log_ratio_std": "standard deviation of log s (log scale)",
               "clip_fraction": "clipped tokens (%)"}
     scale = {"reward": 100, "log_ratio_std": 1, "clip_fraction": 100}
     for name, by_pair in runs.items():
@@ -218,14 +220,17 @@ def draw(runs, path):
         axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 100)
     axes[1].set_yscale("log")
-    number = len(runs["GSPO"])
-    collapsed = {name: sum(rows[-1]["eval_reward"] < COLLAPSED for rows in by_pair.values())
-                 for name, by_pair in runs.items()}
-    without = collapsed.pop("no clip")
-    figure.suptitle(f"Without a clip, {without} of {number} runs collapse. With the other "
-                    f"variants, {sum(collapsed.values())} of {len(collapsed) * number} do.")
+    last = {name: [rows[-1]["eval_reward"] for rows in by_pair.values()]
+            for name, by_pair in runs.items()}
+    collapsed = sum(x < COLLAPSED for x in last["no clip"])
+    good = sum(x >= SUCCESS for x in last["GSPO"])
+    number = len(last["GSPO"])
+    figure.suptitle(f"Without a clip, {collapsed} of {number} runs end below {COLLAPSED:.0%}. With "
+                    f"GSPO, {good} of {number} reach {SUCCESS:.0%}. (Held-out questions, greedy "
+                    "decoding)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  title=f"bold: mean of {number} runs; thin: one run")
+                  title=f"bold with markers: mean of {number} runs; thin: one run; "
+                        "one update: one optimizer step per rollout", handlelength=4)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -251,8 +256,9 @@ def tabulate():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["choose", "report", "lesson", "table"])
-    parser.add_argument("--worlds", type=int, nargs="+", help="only these (default: all)")
+    parser.add_argument("part", choices=["choose", "report", "lesson", "table"],
+                        help="which runs to make; table makes none")
+    parser.add_argument("--worlds", type=int, nargs="+", help="only these worlds (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     worlds = args.worlds or {world for world, _ in CHOICE_NO_CLIP + FRESH}

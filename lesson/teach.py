@@ -6,17 +6,17 @@ r"""Hand-outs of gspo.py and its tests, and the grades of a class.
     python test_gspo.py --grade FILES > grades.csv    the grades of a class: a row for each file
     python test_gspo.py --grade FILES --json          the same, with a JSON object on each line
 
-A hand-out overwrites nothing. The whole assignment leaves the private _helpers out: they are half
-of the answer, and students may write their own. A smaller assignment keeps them.
+A hand-out overwrites nothing. The whole assignment does not contain the private _helpers, because
+they are half of the answer, and students may write their own. A smaller assignment keeps them.
 
 The grade is in percent. All eight functions count alike: 90 of 100 points of a function are for the
 maths and 10 are for the promises. A function earns all points for its maths if all of its tests of
 the maths pass, and otherwise at most a third of them, in proportion to the tests that pass. The
-same rule holds for the promises. The tests passed are shown next to the grade, as two figures for
-each function. A mistake in sequence_ratio or clipped_objective costs nothing in the losses that
+same rule holds for the promises. Beside the grade, the table shows for each function how many tests
+have passed. A mistake in sequence_ratio or clipped_objective costs no points in the losses that
 call them. A wrong sign, or a sum that is not divided, costs points only in the first loss that has
-it. A mistake in a helper of the student's own costs points in every function that calls it; the
-remark then names the helper. A row of --json, in which points are [passed, of]:
+it. A mistake in a student's own helper costs points in every function that calls it, and the remark
+then names the helper. This is a row of --json, in which a pair is [tests passed, number of tests]:
 
     {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
      ..., "total maths": [80, 97], "total promises": [31, 64], "remark": "..."}
@@ -24,12 +24,12 @@ remark then names the helper. A row of --json, in which points are [passed, of]:
 A remark says what to look at first, and why a file has no points. A function that ends the process,
 or does not end, costs only its own points.
 
-The grader does not protect you from a file. It runs with your rights, in at most 4 GB if the system
-can limit that, so grade in a container if this matters. It does not prove that a file is honest,
-either. A remark names words that an honest solution does not need, such as open or pytest, and code
-that is the same as in gspo.py or in an earlier file of the class, apart from names and docstrings.
-The grader cannot see code that was rewritten, words that are put together while the file runs, an
-answer that somebody else wrote, or results that a file writes in the place of the tests.
+The grader does not protect you from a malicious file. A file runs with your rights, and in at most
+4 GB of memory if the system can limit that. Use a container if this matters. The grader does not
+prove that a file is honest, either. A remark names words that an honest solution does not need,
+such as open or pytest, and code that is the same as in gspo.py or in an earlier file of the class,
+apart from names and docstrings. The grader cannot recognise code that was rewritten, words that are
+put together while the file runs, an answer that somebody else wrote, or forged test results.
 """
 import argparse
 import shutil
@@ -81,7 +81,7 @@ def assignment(names):
     Without names, all functions in BLANKS are blank, and all other functions are left out."""
     for name in names:
         if name not in BLANKS:
-            refuse(f"there is no blank {name}: the blanks are {', '.join(BLANKS)}")
+            refuse(f"there is no blank {name}; the blanks are {', '.join(BLANKS)}")
     source = gspo_source()
     lines = source.splitlines()
     for name, node in reversed(functions_of(source).items()):
@@ -98,7 +98,7 @@ def hand_out(folder, names):
     copies = {"test_gspo.py": ROOT / "test_gspo.py", "grading.py": ROOT / "lesson" / "grading.py"}
     for name in ("my_gspo.py", *copies):
         if (folder / name).exists():
-            refuse(f"{folder / name} is there already: nothing has been written")
+            refuse(f"{folder / name} exists already, so nothing was written")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "my_gspo.py").write_text(text, encoding="utf-8")
     for name, path in copies.items():
@@ -108,8 +108,9 @@ def hand_out(folder, names):
 def main():
     parser = argparse.ArgumentParser(
         prog="test_gspo.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAMES", help="functions of gspo.py; or FILES")
-    parser.add_argument("--handout", type=Path, metavar="FOLDER")
+    parser.add_argument("names", nargs="*", metavar="NAMES",
+                        help="blank functions of gspo.py (default: all), or FILES to grade")
+    parser.add_argument("--handout", type=Path, metavar="FOLDER", help="write a hand-out to FOLDER")
     parser.add_argument("--grade", action="store_true", help="grade FILES")
     parser.add_argument("--json", action="store_true", help="print JSON instead of CSV")
     flags = parser.parse_intermixed_args()

@@ -4,11 +4,12 @@
     LOOP=train_math.py python -m pytest -q --tb=no -rN test_loop.py   print its grade
     $env:LOOP="train_math.py"                                         PowerShell: on a line before
 
-The tests stand in the order of the blanks. The first line of a failure says what to look at, and
-the numbers follow. Phases 3 and 4 of train_step are tested alone, each with the other phase made by
-the tests: a mistake in one blank costs no points in another. Only the last test needs all blanks.
-The tests find the phases by the comments "# 3 REMEMBER" and "# 4 UPDATE", so keep these comments.
-In place of a language model they use a table of six weights, whose gradient fits on a line.
+The tests are in the order of the blanks. The first line of a failure says what to look at, and the
+numbers follow. Phases 3 and 4 of train_step are tested separately. The tests provide what the other
+phase would do, so a mistake in one blank costs no points in another. Only the last test needs all
+blanks. The tests find the phases by the comments "# 3 REMEMBER" and "# 4 UPDATE", so keep these
+comments. Instead of a language model, the tests use a table of six weights, whose gradient fits on
+one line.
 """
 import ast
 import functools
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import datasets  # noqa: F401  (it takes a while, which is not to count as the file's own time)
+import datasets  # noqa: F401  (slow to import, which must not count as time of the tested file)
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -45,7 +46,7 @@ def fail(hint, *numbers):
 def check(got, expected, hint, tolerance=1e-5, mistakes=()):
     """One shape, and each element within tolerance, or the test fails with the hint.
 
-    mistakes: pairs of a wrong result and of what to say, in place of the hint, if it is found."""
+    mistakes: pairs of a wrong result and the message that replaces the hint if it is found."""
     got = torch.as_tensor(got).detach().double()
     expected = torch.as_tensor(expected).detach().double()
 
@@ -89,7 +90,7 @@ def loaded(request):
     spec = importlib.util.spec_from_file_location("grading", HERE / "grading.py")
     grading = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(grading)
-    os._exit = sys.exit            # leaving with exit code 0 is no success
+    os._exit = sys.exit            # to exit with code 0 is no success
     grade = grading.Grader(request.session, PATH, place, {"tests": 100})
     with grade.limit(LOAD_SECONDS):
         loop = load()
@@ -101,7 +102,7 @@ def loaded(request):
 
 
 def split_train_step(source):
-    """(the function, what stands before phase 3, phase 3, phase 4), as syntax trees."""
+    """(the function, its statements before phase 3, phase 3, phase 4), as syntax trees."""
     lines = source.splitlines()
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     steps = [node for node in functions if node.name == "train_step"]
@@ -127,7 +128,7 @@ def split_train_step(source):
 def code_of(source, number):
     """train_step up to the end of one phase, as a function that returns its local variables.
 
-    Phase 4 does not run phase 3: it gets `minibatches` and `prompts` from the tests."""
+    For phase 4, phase 3 is not run. The tests provide `minibatches` and `prompts` instead."""
     step, before, remember, update = split_train_step(source)
     if number == 3:
         body = before + remember
@@ -146,11 +147,11 @@ def phase(number):
     return vars(loop).pop("one_phase")
 
 
-# ---- what the tests run it on --------------------------------------------------------------------
+# ---- the data of the tests -----------------------------------------------------------------------
 
 
 def tokens(words):
-    """ "23. 4." is [[2, 3, END], [4, END]]."""
+    """tokens("23. 4.") is [[2, 3, END], [4, END]]."""
     return [[END if letter == "." else int(letter) for letter in word] for word in words.split()]
 
 
@@ -159,7 +160,7 @@ RESPONSES = tokens("23. 4. 550. . 0. 34. 2. 503. 44. . 025. 3. 5. 20. . 433.")  
 ADVANTAGES = torch.tensor([3, -1, -1, -1, 2, 2, -2, -2]).repeat(2) / 4
 TOKENS = torch.tensor([(response + [0, 0, 0])[:4] for response in RESPONSES])
 MASK = torch.arange(4) < torch.tensor([[len(response)] for response in RESPONSES])
-TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the weight of each word, whatever stands before
+TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the logit of each word, whatever came before it
 
 
 def log_probs_of(weights, batch, temperature=1.0):
@@ -176,16 +177,17 @@ class Table(torch.nn.Module):
 
 
 class Run:
-    """What happens when one phase of the file runs on the table, with parts of the tests' own."""
+    """Runs one phase of the file on the table, with parts that the tests provide, and records what
+    happens."""
 
     def __init__(self, number, advantages=ADVANTAGES, **settings):
         self.number = number
         self.policy = Table()
-        self.prompts = None  # what build_minibatches was given
+        self.prompts = None  # the prompts that build_minibatches got
         self.asked = []      # (micro-batch, temperature) of each forward
         self.losses = []     # the arguments of each loss
-        self.weights = []    # before each optimizer step, and the gradient that it met
-        self.gradients = []
+        self.weights = []    # before each optimizer step
+        self.gradients = []  # in each optimizer step
         self.advantages = advantages
         self.built = None    # what build_minibatches returned last, or the tests' own minibatches
         optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
@@ -214,11 +216,11 @@ class Run:
         except NotImplementedError:
             fail(f"phase {number} is still to be written")
         except NameError as error:
-            fail(f"{error} (of phase 3, phase 4 may use only `minibatches`)")
+            fail(f"{error} (phase 4 may use only `minibatches` of phase 3)")
         if self.built is None:
             fail("phase 3 must call build_minibatches, which makes the minibatches")
         if not isinstance(self.locals, dict):
-            fail(f"phase {number} returns, but the lines below it return the metrics")
+            fail(f"phase {number} must not return, because the lines below it return the metrics")
 
     def value(self, name):
         if name not in self.locals:
@@ -227,8 +229,8 @@ class Run:
 
     @staticmethod
     def micro_batches(advantages):
-        """Two minibatches of eight responses, in micro-batches of up to three. Responses without
-        advantage are left out, and so is a minibatch of such responses alone."""
+        """Two minibatches of eight responses, in micro-batches of up to three. Responses whose
+        advantage is 0 are left out, and so is a minibatch that has only such responses."""
         minibatches = []
         for minibatch in torch.arange(16).split(8):
             minibatch = minibatch[advantages[minibatch] != 0]
@@ -251,7 +253,8 @@ class Run:
         return self.built
 
     def make(self, *_):
-        """What phase 3 leaves behind. These old log-probs are no policy's, to be recognised."""
+        """The results of phase 3. These old log-probs belong to no policy, so that the tests can
+        recognise them."""
         self.built = self.micro_batches(self.advantages)
         for batch in itertools.chain(*self.built):
             batch.old_log_probs = -0.5 * batch.mask * (1 + torch.tensor(batch.indices)[:, None])
@@ -262,7 +265,8 @@ class Run:
         return log_probs_of(model.weights, batch, temperature)
 
     def loss(self, log_probs, old, advantages, mask, eps_low, eps_high, denominator=None):
-        """REINFORCE's: without a ratio, so that its gradient does not depend on old log-probs."""
+        """The loss of REINFORCE. It has no ratio, so its gradient does not depend on old log-probs.
+        """
         eps = eps_low, eps_high
         self.losses.append(SimpleNamespace(
             log_probs=log_probs, old=old, advantages=advantages, mask=mask, eps=eps))
@@ -277,20 +281,21 @@ class Run:
         self.weights.append(self.policy.weights.detach().clone())
 
     def by_hand(self, step, minibatch=None, denominators=None):
-        """The gradient of optimizer step 0, 1, ...: minus the sum of A / 8 times (the share of
-        each word in the response, minus its probability), at the weights as they were.
+        """The gradient of optimizer step 0, 1, ...: minus the sum of A / 8 times (the frequency of
+        each word in the response, minus its probability), at the weights before the step.
 
-        minibatch: other micro-batches than this step's; denominators: another 8 for each."""
+        minibatch: micro-batches that replace those of this step. denominators: one number per
+        micro-batch that replaces the 8."""
         total = torch.zeros(WORDS)
         for k, batch in enumerate(self.built[step % 2] if minibatch is None else minibatch):
             for i, advantage in zip(batch.indices, batch.advantages):
-                share = torch.eye(WORDS)[RESPONSES[i]].mean(dim=0)
+                frequency = torch.eye(WORDS)[RESPONSES[i]].mean(dim=0)
                 scale = advantage / (denominators[k] if denominators else 8)
-                total -= scale * (share - self.weights[step].softmax(dim=0))
+                total -= scale * (frequency - self.weights[step].softmax(dim=0))
         return total
 
     def check_gradient(self, step, hint):
-        """The gradient of this optimizer step, told apart from known mistakes."""
+        """Checks the gradient of this optimizer step, and recognises known mistakes."""
         if len(self.gradients) <= step:
             fail(f"optimizer step {step + 1} is missing")
         right = self.by_hand(step)
@@ -384,7 +389,7 @@ class TestMicroBatch:
             fail("advantages must be None if none are given")
 
     def test_is_on_the_device_asked_for(self):
-        """The meta device is a device like any other, on every machine."""
+        """The meta device exists on every machine."""
         batch = self.made([0, 1], torch.tensor([0.5, -1.0, 2.0]), device="meta")
         for name in "ids", "mask", "advantages":
             device = getattr(batch, name).device.type
@@ -400,7 +405,7 @@ class TestResponseLogProbs:
         mask=torch.tensor(tokens("0111 1110 0001")).bool())
 
     def got(self, batch, temperature=1.0):
-        """In CPU tensors, and all columns of ids but one."""
+        """The result of response_log_probs, which must be a tensor of the mask's shape."""
         log_probs = loop.response_log_probs(tiny_qwen(), batch, temperature)
         if not isinstance(log_probs, torch.Tensor):
             fail(f"response_log_probs returns a tensor, not a {type(log_probs).__name__}")
@@ -411,7 +416,7 @@ class TestResponseLogProbs:
 
     @staticmethod
     def logits(batch):
-        """(b, L, V): the tiny model's."""
+        """The logits (b, L, V) of the tiny model."""
         return tiny_qwen()(batch.ids).logits.detach()
 
     def test_of_one_token_is_its_log_probability(self):
@@ -450,7 +455,7 @@ class TestResponseLogProbs:
         check(off, torch.zeros(len(off)), "the result must be 0 on the prompt and on padding", 0)
 
     def test_is_that_of_each_row(self):
-        """Each response token of three rows from a forward of its own, over what is before it."""
+        """Each response token is compared with a separate forward over the tokens before it."""
         expected = self.token_by_token(tiny_qwen(), self.BATCH, 1.0)
         check(self.got(self.BATCH), expected, "each log-prob must be in its row and column", 1e-4)
 
@@ -614,7 +619,7 @@ class TestPhase4Update:
 
 class TestWholeStep:
     def test_starts_from_ratios_of_exactly_1_and_learns(self):
-        """Word 2 earns 1, word 3 costs 1."""
+        """The reward is the number of words 2 minus the number of words 3."""
         rewards = [float(r.count(2) - r.count(3)) for r in RESPONSES]
         model = tiny_qwen()
         optimizer = torch.optim.SGD(model.parameters())
@@ -630,5 +635,5 @@ class TestWholeStep:
         before = tiny_qwen()(prompt).logits[0, -1].softmax(dim=-1)
         after = model(prompt).logits[0, -1].softmax(dim=-1)
         if not after[2] - after[3] > before[2] - before[3]:
-            fail("after a step, word 2, which earns 1, must be more likely than before, compared "
-                 "with word 3, which costs 1")
+            fail("after a step, word 2, which increases the reward, must be more likely compared "
+                 "with word 3, which decreases it, than before")

@@ -9,9 +9,9 @@ Any flag of train_math.py can be given, too. No network is needed.
 
 The questions are one-line word problems about Fibonacci's rabbits. The model is a Qwen3 with
 100,000 parameters. It was first trained to solve the task step by step, with one sum per month.
-Then it was fine-tuned on a mixture in which 75% of the answers are random guesses. RL is to bring
-the step-by-step solution back. World 0 is in the repository. Another world is a model that was made
-in the same way with another seed; making it takes two minutes.
+Then it was fine-tuned on a mixture in which 75% of the answers are random guesses. The goal of RL
+is to make the model solve the task step by step again. A world is a model that was made in this way
+with one seed. World 0 is in the repository. Making another world takes two minutes.
 """
 import argparse
 import json
@@ -69,8 +69,8 @@ def questions():
 
 
 def warm_up(model, tokenizer, seed):
-    """Supervised training before RL: first step-by-step solutions, until 95% of the sampled answers
-    are correct, and then the mixture with random guesses."""
+    """Supervised training before RL: first on step-by-step solutions, until 95% of the sampled
+    answers are correct, and then on the mixture with random guesses."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     train, _ = questions()
@@ -102,7 +102,7 @@ def accuracy(model, tokenizer, rows, temperature):
     return row["eval_reward"]
 
 
-# ---- the world, and a run in it ------------------------------------------------------------------
+# ---- a world, and a run in it --------------------------------------------------------------------
 
 
 def make_world(folder, seed):
@@ -136,16 +136,18 @@ def world(seed, root="runs"):
 
 
 def main(argv=None):
-    epilog = f"And any flag that train_math.py --help shows. Defaults here: {' '.join(FLAGS)}"
+    epilog = ("All flags that train_math.py --help shows are accepted, too. Their defaults here: "
+              f"{' '.join(FLAGS)}")
     parser = argparse.ArgumentParser(allow_abbrev=False, epilog=epilog)
-    parser.add_argument("--world", type=int, default=0, help="0 is in the repository")
+    parser.add_argument("--world", type=int, default=0,
+                        help="number of the world; 0 is in the repository, others are made")
     args, flags = parser.parse_known_args(argv)
     cfg = train_math.parse_settings(FLAGS + flags)
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     folder = world(args.world)
     start = json.loads((folder / "start.json").read_text())
-    shares = ", ".join(f"{share:.1%} at {t}" for t, share in start.items())
-    print(f"held-out accuracy before RL, by sampling temperature (0.0 is greedy): {shares}")
+    accuracies = ", ".join(f"{value:.1%} at {t}" for t, value in start.items())
+    print(f"held-out accuracy before RL, by sampling temperature (0.0 is greedy): {accuracies}")
     clip_range = [] if cfg.algorithm == "grpo" else WIDER
     train_math.main([
         *FLAGS, *clip_range, "--model", str(folder / "model"), "--dataset",

@@ -1,4 +1,4 @@
-"""What the tests share: a tiny model with random weights, a few questions, and one whole run."""
+"""Shared by the tests: a tiny model with random weights, a few questions, and one whole run."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ def parity_reward(prompts, completions, **columns):
 
 
 def gspo_loss_that_kills(call):
-    """gspo_loss, but the call with this number kills the process, so that nothing can be saved."""
+    """gspo_loss, but the call with this number kills the process, so that nothing is saved."""
     calls = itertools.count(1)
 
     def loss(*arguments, **more):
@@ -96,7 +96,7 @@ def one_line(main, *flags, **more):
 
 
 def without_clocks(rows):
-    """The rows without what may differ between two equal runs: the times and the folder."""
+    """The rows without the times and the folder, which may differ between two equal runs."""
     kept = [{k: v for k, v in row.items() if not re.match("seconds|settings", k)} for row in rows]
     kept[0]["settings"] = rows[0]["settings"] | {"output_dir": None}
     return kept
@@ -164,14 +164,14 @@ def whole(command, tmp_path_factory):
 
 
 class PretendedCuda(str):
-    """A name of the CPU, for torch, that says that it is a CUDA device, for those who ask."""
+    """A name of the CPU that torch accepts, and whose type is "cuda" for all who ask."""
 
     type = "cuda"
 
 
 @pytest.fixture
 def pretend_cuda(monkeypatch):
-    """A function after whose call this model says that it is on a CUDA device."""
+    """A function that makes a model say that it is on a CUDA device."""
 
     def pretend(model, native_bf16=True):
         def is_bf16_supported(including_emulation=True):

@@ -1,4 +1,4 @@
-"""Inputs that a user may get wrong. Each ends the program with one line that says what to look at.
+"""Wrong inputs of a user. Each ends the program with one line that says what to look at.
 
 A row of the table is the input, a function that prepares it in an empty folder and returns flags,
 and the words that the line must contain.

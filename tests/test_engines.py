@@ -1,6 +1,5 @@
-"""gspo_loss beyond one process: DDP and FSDP2 in plain torch, TRL's and verl's trainers, and LoRA.
-The code blocks are those of the README files, read from there; what needs a package that is not
-installed is skipped.
+"""gspo_loss in other frameworks: DDP and FSDP2 in plain torch, the trainers of TRL and verl, LoRA.
+The code blocks are read from the pages. A test is skipped if a package that it needs is missing.
 
     python -m pytest tests/test_engines.py
     pip install trl==1.16.0 peft==0.21.2, and for verl see .ci/run     # then nothing is skipped
@@ -39,8 +38,8 @@ def language_model():
 
 
 def batch():
-    """tokens (9, 12), old log-probs, advantages, mask of lengths 1 to 11; s_i inside the clip range
-    and beyond it."""
+    """tokens (9, 12), old log-probs, advantages and mask of responses of 1 to 11 tokens. Some s_i
+    are inside the clip range, and some are beyond it."""
     g = torch.Generator().manual_seed(1)
     tokens = torch.randint(WORDS, (ROWS, WIDTH), generator=g)
     lengths = torch.tensor([1, 11, 4, 2, 9, 10, 3, 7, 5])
@@ -103,8 +102,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 @pytest.mark.parametrize("rule", ["the rule", "mean of means"])
 def test_two_processes_give_the_gradient_of_one(folder, kind, rule, rank):
-    """With denominator = responses in the step / ranks. The mean of micro-batch means is tens of
-    percent off."""
+    """The denominator is the number of responses in the step / ranks. The gradient of the mean of
+    micro-batch means differs by tens of percent."""
     model = language_model()
     loss_of(model, list(range(ROWS)), ROWS).backward()
     whole = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -118,7 +117,7 @@ def test_two_processes_give_the_gradient_of_one(folder, kind, rule, rank):
 
 
 def readme_block(containing):
-    """A ```python or ```py block of a page of the lab, or of the front page."""
+    """A ```python or ```py block of a page in experiments/, or of the front page."""
     pages = [ROOT / "README.md", *(ROOT / "experiments").glob("*.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     blocks = re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL)
@@ -127,8 +126,8 @@ def readme_block(containing):
 
 
 def run_block(containing, **names):
-    """The names that a README block defines when it is run as a file beside gspo.py, after others
-    that gave `names`."""
+    """The names that a block defines when it is run as a file beside gspo.py. names: those that the
+    blocks before it have defined."""
     names = {"__name__": "pasted"} | names
     exec(compile(readme_block(containing), f"README block with {containing}", "exec"), names)
     return names
@@ -191,7 +190,7 @@ def flat_gradient(loss, weights):
     {}, {"steps_per_generation": 2, "num_iterations": 1}, {"gradient_accumulation_steps": 5}],
     ids=["several iterations", "on-policy", "an epoch that ends within an accumulation"])
 def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, masked):
-    """A real train() run with padding, accumulation and ratios away from 1, and our reward."""
+    """A real run of train() with padding, accumulation, ratios other than 1, and our reward."""
     trl = pytest.importorskip("trl")
     block = run_block("class GSPOTrainer")
     seen = []
@@ -246,8 +245,8 @@ def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, masked
 
 
 def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
-    """Both, one after the other, as one file; but for a tiny model, published in bfloat16, made-up
-    questions, and a few short steps."""
+    """Both blocks run one after the other as one file. Only the model (tiny, in bfloat16), the
+    questions (made up) and the number and length of the steps (small) are replaced."""
     pytest.importorskip("trl")
     import datasets
     import transformers
@@ -282,8 +281,8 @@ def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
     rewards, clipped = (
         [row[name] for row in trainer.state.log_history if name in row]
         for name in ("rewards/correctness_reward/mean", "clip_fraction"))
-    assert len(rewards) == 4 and 0 < max(rewards) <= 1, "a rollout in four steps, and it is paid"
-    assert max(clipped[::4]) == 0 < max(clipped), "only from its second step on have ratios left 1"
+    assert len(rewards) == 4 and 0 < max(rewards) <= 1, "a rollout per four steps"
+    assert max(clipped[::4]) == 0 < max(clipped), "ratios are 1 in its first step alone"
     before = load(tmp_path, dtype=torch.float32).state_dict()
     for name, p in trainer.model.named_parameters():
         assert p.dtype == torch.float32 and not torch.equal(p.detach().cpu(), before[name])
@@ -311,9 +310,9 @@ def test_our_loss_in_trl_says_what_it_leaves_out(tmp_path, name):
 
 
 def train_on_given_completions(output):
-    """GSPOTrainer for six steps on 8 responses a step, over all processes, whose texts follow from
-    their prompts and not from chance; saves how far the weights moved. Run by torchrun, or alone.
-    """
+    """Runs GSPOTrainer for six steps with 8 responses per step over all processes, and saves by how
+    much the weights have changed. The responses depend only on the prompts, and not on chance. This
+    runs under torchrun, or alone."""
     from transformers import set_seed
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     set_seed(0)
@@ -349,8 +348,8 @@ def train_on_given_completions(output):
 
 
 def test_two_processes_of_trl_equal_one(tmp_path):
-    """torchrun --nproc_per_node 2 against one process, with the same global batch and uneven
-    lengths."""
+    """torchrun --nproc_per_node 2 is compared with one process, with the same global batch and
+    uneven lengths."""
     pytest.importorskip("trl")
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -388,8 +387,8 @@ def test_lora_trains_its_adapters_alone():
 
 
 def verl_loss(name, rows, info, mode="seq-mean-token-mean"):
-    """Value and gradient of a loss in verl's registry on some rows of the batch, with (B, T)
-    advantages."""
+    """Value and gradient of a loss in verl's registry, on some rows of the batch and with
+    advantages (B, T)."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,

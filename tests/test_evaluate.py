@@ -19,12 +19,12 @@ class TestGain:
         return gain_text([0.0] * won + [1.0] * lost + same, [1.0] * won + [0.0] * lost + same)
 
     def test_counts_what_changed(self):
-        # 9 won, 1 lost: p = 2 (1 + 10) / 2^10; variance of the difference (10 / 100 - .08^2) / 100
+        # 9 gained, 1 lost: p = 2 (1 + 10) / 2^10. The variance is (10 / 100 - 0.08^2) / 100.
         half = 1.96 * math.sqrt((0.1 - 0.08**2) / 100)
         assert self.gain(9, 1, 100) == (
             f"+8.0% (95%: {0.08 - half:+.1%} to {0.08 + half:+.1%}), p = 0.021")
 
-    def test_a_loss_is_as_sure_as_a_gain(self):
+    def test_a_loss_has_the_same_p_value_as_a_gain(self):
         assert self.gain(1, 9, 100).startswith("-8.0%")
         assert self.gain(1, 9, 100).endswith("p = 0.021")
 
@@ -32,13 +32,13 @@ class TestGain:
         assert self.gain(0, 0, 10) == "+0.0% (95%: +0.0% to +0.0%), p = 1"
 
 
-def test_compares_right_and_wrong_on_the_same_questions():
+def test_compares_answers_to_the_same_questions():
     before = [1] * 4 + [0] * 6
-    after = [0] + [1] * 8 + [0]  # of 10 questions 5 gained, 1 lost
+    after = [0] + [1] * 8 + [0]  # 5 of 10 answers are gained, 1 is lost
     d, interval, p = paired(before, after)
     assert d == pytest.approx(0.4)
     assert interval == pytest.approx((-0.0111, 0.8111), abs=1e-4)
-    assert p == 2 * (1 + 6) / 2**6  # of 6 changes at most one against
+    assert p == 2 * (1 + 6) / 2**6  # at most one of 6 changes is a loss
     *_, p = paired(before, before)
     assert p == 1
 
@@ -47,7 +47,7 @@ def test_accuracy_has_wilsons_interval():
     assert accuracy_text([0, 1, 0, 0]) == "25.0% (4.6% to 69.9%)"
 
 
-def test_makes_a_table_of_arms_at_each_temperature():
+def test_makes_a_table_of_models_at_each_temperature():
     def arm(*right):
         rows = []
         for t in gsm8k.TEMPERATURES:
@@ -90,7 +90,7 @@ def flags(world, tmp_path):
 
 
 class TestCommand:
-    def test_keeps_the_answers_and_asks_none_twice(self, flags, tmp_path, monkeypatch, capsys):
+    def test_keeps_the_answers_and_asks_nothing_twice(self, flags, tmp_path, monkeypatch, capsys):
         path = tmp_path / "before.jsonl"
         evaluate.main([str(path), *flags])
         evaluate.main([str(path), *flags, "--temperature", "0", "1"])
@@ -118,16 +118,16 @@ class TestCommand:
         evaluate.main(["--last_number", *files])
         assert "| after | greedy | 3 of 4, 75.0%" in capsys.readouterr().out
 
-    def test_refuses_what_is_not_there(self, flags, tmp_path, capsys):
+    def test_refuses_missing_files_and_unknown_flags(self, flags, tmp_path, capsys):
         path = str(tmp_path / "before.jsonl")
         assert "--model no/such" in one_line(evaluate.main, path, *flags, "--model", "no/such")
         assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
         with pytest.raises(SystemExit):
             evaluate.main([path, "--eval_size", "3"])
-        assert "unknown without --model: --eval_size 3" in capsys.readouterr().err
+        assert "these flags need --model: --eval_size 3" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             evaluate.main([path])
-        assert f"no answers in {path}" in capsys.readouterr().err
+        assert f"{path} has no answers" in capsys.readouterr().err
 
     def test_refuses_answers_to_different_questions(self):
         rows = [{"question": i, "reward": 1.0} for i in range(3)]

@@ -1,4 +1,4 @@
-"""The third homework: logs of silent bugs, and the exercise that is made of them for a class."""
+"""The third homework: logs of silent bugs, and the exercise for a class that is made from them."""
 import json
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ ALL = "abcdefgh"
 
 @pytest.fixture
 def logs():
-    """{what is wrong: its rollouts}, as published; without the second correct run."""
+    """{bug: rollouts of its published log}, without the second correct run."""
     found = {}
     for letter, name in find_the_bug.answers().items():
         if letter != "h":
@@ -23,7 +23,7 @@ def logs():
 
 
 def signatures(rows):
-    """The mistakes whose signature all these rollouts have, by the first words of their names."""
+    """The bugs whose signature all these rollouts have. A bug is named by its first words."""
     shown = {
         "advantages over": lambda row: row["equal_reward_groups"] == 0,
         "advantages do": lambda row: row["reward"] < 0.27 and row["grad_norm"] < 0.6,
@@ -84,7 +84,7 @@ class TestPublished:
 
 
 def key_of(path):
-    """{letter: what is wrong} of a key."""
+    """{letter: bug} of a key."""
     return dict(re.findall(r"^\| ([a-h]) \| ([^|]*) \|", path.read_text(), re.MULTILINE))
 
 
@@ -153,11 +153,11 @@ class TestHandOut:
         (tmp_path / "class-key.md").write_text("mine")
         with pytest.raises(SystemExit) as stop:
             find_the_bug.main(flags)
-        assert stop.value.code == 2 and "class-key.md is there already" in capsys.readouterr().err
+        assert stop.value.code == 2 and "class-key.md exists already" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["class-key.md"]
 
     def test_makes_new_runs_with_a_seed_each(self, tmp_path, monkeypatch):
-        """The runs are replaced by a published log whose loss tells the seed."""
+        """Each run is replaced by a published log whose loss is set to the seed."""
         made = []
 
         def run(name, seed):

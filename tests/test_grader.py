@@ -29,7 +29,7 @@ def command(*arguments, **options):
 
 
 def changed(*changes):
-    """gspo.py with these changes, each (what stands there, what shall)."""
+    """gspo.py with these changes, which are pairs (old text, new text)."""
     text = GSPO
     for right, wrong in changes:
         assert right in text, right
@@ -103,7 +103,7 @@ class TestHandOut:
         done = command(ROOT / "test_gspo.py", "--handout", tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         there = tmp_path / "grading.py"
-        assert done.stderr == f"{there} is there already: nothing has been written\n"
+        assert done.stderr == f"{there} exists already, so nothing was written\n"
         assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
     def test_may_be_smaller(self):
@@ -123,8 +123,8 @@ class TestHandOut:
         assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
         assert "no blank gpso_loss" in done.stderr and not new.exists()
 
-    def test_has_no_blank_for_a_loss_of_ones_own(self, monkeypatch):
-        """A user adds a loss to gspo.py: it is no part of the homework, and gives nothing away."""
+    def test_has_no_blank_for_an_own_loss(self, monkeypatch):
+        """A loss that a user adds to gspo.py is not part of the homework, and is not handed out."""
         own = "def my_loss(ratio):\n    return clipped_objective(ratio)\n\n\n"
         text = GSPO.replace("def clip_fraction(", own + "def clip_fraction(")
         monkeypatch.setattr(teach, "gspo_source", lambda: text)
@@ -254,7 +254,7 @@ CLASS = {
     "right": GSPO,
     "six_lines": SIX_LINES,
     "hostile": HOSTILE,
-    # right, but sequence_ratio is (B, 1), wants a word, and is looked up in the file's own module
+    # correct, but sequence_ratio is (B, 1), has a keyword, and is looked up in the file's module
     "private": STYLE + changed(
         ("def sequence_ratio(log_probs, old_log_probs, mask)",
          "def sequence_ratio(log_probs, old_log_probs, mask, root=None)"),
@@ -264,7 +264,7 @@ CLASS = {
          "    ratio = own(log_probs, old_log_probs, mask, root=True)[:, 0]\n    objective"),
         ("sequence_ratio(log_probs, old_log_probs, mask).detach()[:, None]",
          "sequence_ratio(log_probs, old_log_probs, mask, root=True).detach()")),
-    # two mistakes a file, in functions that do not meet
+    # two mistakes per file, in functions that do not call each other
     "no_root, max_for_min": changed((RATIO, NO_ROOT), (CLIP, CLIP.replace("minimum", "maximum"))),
     "self_call, clip_without_min": changed(
         (RATIO, "    return sequence_ratio(log_probs, old_log_probs, mask)"),
@@ -300,29 +300,29 @@ torch.set_default_dtype(torch.bfloat16)
 
 @pytest.fixture(scope="module")
 def grades():
-    """{name: its row} of the class above."""
+    """The graded class, {name: row}."""
     homework = teach.homework()
     return {name: class_grades.grade(homework, f"{name}.py", text) for name, text in CLASS.items()}
 
 
 def lost(row, kind):
-    """{function: tests lost} of one kind."""
+    """{function: number of failed tests} of one kind."""
     points = {name: row[f"{name} {kind}"] for name in FUNCTIONS}
     return {name: of - passed for name, (passed, of) in points.items() if passed < of}
 
 
 class TestPoints:
-    def test_of_a_right_file_are_all(self, grades):
+    def test_of_a_correct_file_are_full(self, grades):
         row = grades["right"]
         assert row["grade"] == 100 and lost(row, "maths") == lost(row, "promises") == {}
 
-    def test_of_the_six_lines_are_all_of_the_maths(self, grades):
+    def test_of_the_six_lines_are_full_in_the_maths(self, grades):
         row = grades["six_lines"]
         assert row["total maths"][0] == row["total maths"][1] > 90
         assert row["total promises"][0] < row["total promises"][1] / 2
 
-    def test_order_by_understanding(self, grades):
-        """A slip in a shape or a dtype, a naive file, a mistake in the maths, then two of them."""
+    def test_rank_files_by_the_kind_of_mistake(self, grades):
+        """Best first: a wrong shape or dtype, a naive file, a mistake in the maths, two of them."""
         order = [
             {"right"},
             {"private"},
@@ -337,7 +337,7 @@ class TestPoints:
             assert least > max(grades[name]["grade"] for name in worse), (better, worse)
 
     def test_are_counted_by_function(self, grades):
-        """One of eight functions has 3 of 5 tests of the maths wrong, and a promise of 6."""
+        """One of eight functions fails 3 of 5 tests of the maths, and 1 of 6 promises."""
         row = grades["no_group"]
         assert lost(row, "maths") == {"group_advantages": 3}
         assert lost(row, "promises") == {"group_advantages": 1}
@@ -348,19 +348,19 @@ class TestPoints:
     def test_are_lost_where_the_mistake_is(self, grades):
         row = grades["no_root, max_for_min"]
         assert [*lost(row, "maths")] == ["sequence_ratio", "clipped_objective"]
-        lent = "gspo_loss: tested with a right sequence_ratio and clipped_objective"
+        lent = "gspo_loss: tested with a correct sequence_ratio and clipped_objective"
         assert lent in row["remark"]
 
     @pytest.mark.parametrize("name", ["sign", "sum"])
-    def test_are_lost_to_a_slip_once(self, grades, name):
+    def test_are_lost_only_once_to_the_same_slip(self, grades, name):
         assert [*lost(grades[name], "maths")] == ["gspo_loss"]
         assert re.search("grpo_loss: the su?[mi].*, as in gspo_loss", grades[name]["remark"])
 
-    def test_lost_to_one_helper_say_so(self, grades):
+    def test_lost_to_a_shared_helper_have_a_remark(self, grades):
         row = grades["loss_over_T"]
         assert [*lost(row, "maths")] == ["gspo_token_loss", "grpo_loss"]
-        perhaps = "perhaps the mistake is gspo_token_loss's, too, as both call _over_T: "
-        assert f"grpo_loss: {perhaps}" in row["remark"]
+        perhaps = "perhaps this is the same mistake as in gspo_token_loss, because both call _over"
+        assert f"grpo_loss: {perhaps}_T: " in row["remark"]
 
     def test_do_not_suspect_a_helper_of_a_function_that_passes(self):
         """sequence_ratio and grpo_loss call _log_ratio, and so does gspo_token_loss."""
@@ -369,11 +369,11 @@ class TestPoints:
         assert class_grades.shared_helpers(homework, GSPO, lost) == {}
         lost.insert(1, "gspo_token_loss")
         remarks = class_grades.shared_helpers(homework, GSPO, lost)
-        perhaps = "perhaps the mistake is sequence_ratio's, too, as both call _log_ratio"
+        perhaps = "perhaps this is the same mistake as in sequence_ratio, because both call _log_ra"
         assert list(remarks) == lost[1:]
         assert all(remark.startswith(perhaps) for remark in remarks.values())
 
-    def test_are_not_lost_to_a_convention_of_ones_own(self, grades):
+    def test_are_not_lost_to_an_own_convention(self, grades):
         """sequence_ratio's shape is wrong, which is a promise; nothing else is."""
         row = grades["private"]
         assert lost(row, "maths") == {} and lost(row, "promises") == {"sequence_ratio": 1}
@@ -404,7 +404,7 @@ class TestHints:
             test_gspo.TestMathsOfSequenceRatio().test_is_the_geometric_mean_of_the_token_ratios()
 
     def test_do_not_blame_the_gradient_for_the_value(self, monkeypatch):
-        """A loss whose value is right, without a gradient, fails in the tests of the gradient."""
+        """A loss with a correct value and no gradient fails in the tests of the gradient."""
         def loss(*arguments, **keywords):
             return test_gspo.gspo_right.gspo_loss(*arguments, **keywords).detach()
 
@@ -420,7 +420,7 @@ class TestHints:
 class TestHostileFiles:
     @pytest.mark.parametrize("said", [
         "leaves a thread running",
-        "group_advantages: an endless loop? It was ended after 5 seconds of CPU time",
+        "group_advantages: is there an endless loop? The test was ended after 5 seconds of CPU",
         "token_log_probs: token_log_probs ends the run or its test (SystemExit)",
         "sequence_ratio: OSError: pytest: reading from stdin",
         "clipped_objective: clipped_objective ends the run or its test (Skipped)",
@@ -438,7 +438,7 @@ class TestHostileFiles:
 
     @pytest.mark.parametrize("name, said", [
         ("imports", "does not load: line 1: ModuleNotFoundError: import of gspo halted"),
-        ("loops", "does not load: line .: Failed: an endless loop?"),
+        ("loops", "does not load: line .: Failed: is there an endless loop?"),
         ("killed", "ends the process .SIGKILL.")])
     def test_have_no_points_where_they_do_not_load(self, grades, name, said):
         assert re.match(said, grades[name]["remark"]) and grades[name]["grade"] == 0
@@ -457,7 +457,7 @@ class TestHostileFiles:
         assert "changes torch's gradient mode, which was set back" in row["remark"]
 
     def test_end_where_no_signal_is_heard(self, tmp_path):
-        """Copies of the tests and the grader that wait one second, as on a system without it."""
+        """Copies of the tests and the grader have a limit of one second and no signal."""
         (tmp_path / "test_gspo.py").write_bytes((ROOT / "test_gspo.py").read_bytes())
         grading = (ROOT / "lesson" / "grading.py").read_text(encoding="utf-8")
         grading = re.sub(r"\nSECONDS = 60 ", "\nSECONDS = 1 ", grading)
@@ -467,8 +467,8 @@ class TestHostileFiles:
         done = command("-m", "pytest", "-q", "--tb=no", "test_gspo.py", cwd=tmp_path,
                        env={**os.environ, "GSPO": "hostile.py"})
         assert done.returncode == 2
-        end = "hostile.py has not ended after 1 seconds: an endless loop, or does it wait? (TestMa"
-        assert end in done.stdout
+        end = "hostile.py has not ended after 1 seconds: is there an endless loop, or does it wait?"
+        assert f"{end} (TestMa" in done.stdout
         assert re.search("^total +maths +0 of", done.stdout, re.MULTILINE)
 
     @pytest.mark.parametrize("text, why", [
@@ -530,7 +530,7 @@ class TestRemarks:
         row = class_grades.grade(teach.homework(), "nb.py", json.dumps({"cells": []}))
         assert row["grade"] == 0 and "is a Jupyter notebook: export it" in row["remark"]
 
-    def test_on_code_that_is_the_same_but_for_names_and_docstrings(self):
+    def test_on_code_that_is_the_same_except_for_names_and_docstrings(self):
         own = GSPO.replace("_token_mean", "average").replace("log_ratio", "difference")
         for name in FUNCTIONS:
             own = own.replace(ast.get_docstring(GIVEN[name], clean=False), "Mine.")
@@ -552,7 +552,7 @@ class TestRemarks:
         texts = {"ann": SIX_LINES, "bob": SIX_LINES.replace("centred", "c"), "cy": GSPO}
         rows = {name: class_grades.grade(teach.homework(), f"{name}.py", text, seen)
                 for name, text in texts.items()}
-        said = "the same code as in ann.py, but for names and docstrings"
+        said = "the same code as in ann.py, except for names and docstrings"
         assert [said in row["remark"] for row in rows.values()] == [False, True, False]
 
     def test_are_silent_on_an_honest_file(self, grades):
@@ -567,7 +567,7 @@ class TestTable:
         rows["gspo"] = rows["right"]
         monkeypatch.setattr(class_grades, "grade", lambda _, name, *more: rows[Path(name).stem])
 
-    def test_has_a_line_a_file(self, grades, capsys):
+    def test_has_a_line_per_file(self, grades, capsys):
         class_grades.grade_class(
             teach.homework(), [Path("six_lines.py"), Path("killed.py")], as_json=False)
         head, six, killed = capsys.readouterr().out.splitlines()

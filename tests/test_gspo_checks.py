@@ -1,4 +1,4 @@
-"""What gspo.py's checks cost and say. That they refuse is tested in test_gspo.py."""
+"""The cost and the messages of gspo.py's checks. test_gspo.py tests which inputs they refuse."""
 import pytest
 import torch
 
@@ -7,7 +7,7 @@ from test_gspo import RANGE, example
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32])
-def test_no_value_of_a_mask_is_read_that_is_not_on_the_cpu(kind):
+def test_values_of_a_mask_are_read_only_on_the_cpu(kind):
     """Tensors on the meta device have no values, so reading one raises an error. On a GPU, reading
     one would make the CPU wait."""
     log_probs = torch.zeros(4, 5, device="meta", requires_grad=True)
@@ -32,7 +32,7 @@ def test_an_additive_mask_on_a_gpu_is_padding():
     ("eps_low 1.5 must be .* at most 1, and eps_high -1 ", {"eps_low": 1.5, "eps_high": -1}),
     ("denominator must be above 0, but it is -2", {"denominator": -2}),
 ])
-def test_a_message_names_what_was_found_and_what_to_do(message, change):
+def test_a_message_says_what_was_found_and_what_to_do(message, change):
     new, old, advantages, mask = example()
     if "mask" in change:
         change = {"mask": change["mask"] * ~mask}

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def run_tests(folder, name, *flags):
-    """The hand-out's tests of this file of a student's."""
+    """Runs the tests of the hand-out on a student's file."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", *flags, "test_loop.py"],
         cwd=folder,
@@ -43,7 +43,7 @@ def run_tests(folder, name, *flags):
 
 
 def grade(folder, text, name="train_math.py"):
-    """{blank: (tests passed, of, what to look at first)} of this text as a student's file."""
+    """{blank: (tests passed, number of tests, what to look at first)} for a file with this text."""
     (folder / name).write_text(text, encoding="utf-8")
     done = run_tests(folder, name, "-q", "--tb=no", "-rN", "-p", "no:cacheprovider")
     lines = re.findall(r"^(\w+) +tests +(\d+) of +(\d+) *(.*)$", done.stdout, re.MULTILINE)
@@ -71,8 +71,8 @@ class TestHandOut:
         for node in bodies["train_step"]:
             assert not isinstance(node, (ast.For, ast.With))
 
-    def test_differs_in_the_blanks_alone(self, folder):
-        """All other lines are train_math.py's, in their order; docstrings among them."""
+    def test_differs_only_in_the_blanks(self, folder):
+        """All other lines, including docstrings, are those of train_math.py in their order."""
         lines = (folder / "train_math.py").read_text(encoding="utf-8").splitlines()
         answered = set()
         for body in loop_homework.statements(SOURCE).values():
@@ -84,7 +84,7 @@ class TestHandOut:
             assert set(hint.splitlines()[1:]) <= set(lines)
 
     def test_has_no_answer(self, folder):
-        """No statement that is left out stands in the tests."""
+        """The tests contain no statement that is left out."""
         handed_out = set()
         for name in "test_loop.py", "grading.py":
             text = (folder / name).read_text(encoding="utf-8")
@@ -101,27 +101,27 @@ class TestHandOut:
         done = hand_out(tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         there = tmp_path / "gspo.py"
-        assert done.stderr == f"{there} is there already: nothing has been written\n"
+        assert done.stderr == f"{there} exists already, so nothing was written\n"
         assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 class TestGrade:
-    def test_of_the_hand_out_is_nothing_and_names_the_blanks(self, folder):
+    def test_of_the_hand_out_is_zero_and_names_the_blanks(self, folder):
         text = (folder / "train_math.py").read_text(encoding="utf-8")
         got = grade(folder, text)
         assert list(got) == BLANKS
         assert all(passed == 0 and "is still to be written" in hint
                    for passed, _, hint in got.values())
 
-    def test_of_train_math_is_all_on_a_machine_with_a_gpu_too(self, folder):
-        """There, the default of --device is another; here, it is one that holds no values."""
+    def test_of_train_math_is_full_also_on_a_machine_with_a_gpu(self, folder):
+        """On a GPU machine, the default of --device differs. Here it is a device without values."""
         default = '"cuda" if torch.cuda.is_available() else "cpu"'
         assert SOURCE.count(default) == 1
         got = grade(folder, SOURCE.replace(default, '"meta"'), "right.py")
         assert list(got) == BLANKS
         assert all(passed == of > 0 and not hint for passed, of, hint in got.values())
 
-    def test_of_a_file_that_does_not_load_is_a_line(self, folder):
+    def test_of_a_file_that_does_not_load_is_one_line(self, folder):
         (folder / "broken.py").write_text("import nothing_of_this_name")
         done = run_tests(folder, "broken.py", "-q")
         assert done.returncode == 2
@@ -138,7 +138,7 @@ class TestGrade:
                               "    __import__('pytest').skip()\n    hidden = model.get_decoder()")
         (folder / "skips.py").write_text(text, encoding="utf-8")
         done = run_tests(folder, "skips.py", "-q", "-k", "ResponseLogProbs")
-        assert done.returncode == 1 and "skipped, which is not passed" in done.stdout
+        assert done.returncode == 1 and "the test was skipped, so it has not passed" in done.stdout
 
     def test_of_a_class(self, tmp_path):
         """A crash in one blank and an endless loop in another cost only the points of these two."""
@@ -156,13 +156,14 @@ class TestGrade:
                           "Phase4Update": "0", "WholeStep": "0", "total": "13"}
         assert row["grade (%)"] == "40.0"
         assert "MicroBatch: ends the process (SIGSEGV)" in row["remark"]
-        assert "Phase4Update: an endless loop? It was ended after 5 seconds" in row["remark"]
+        loop = "Phase4Update: is there an endless loop? The test was ended after 5 seconds"
+        assert loop in row["remark"]
         assert "the same code as in train_math.py: response_log_probs, phase 3;" in row["remark"]
         assert "mentions kill: read the file" in row["remark"]
 
 
 def changed(*changes):
-    """train_math.py with these changes, each (what stands there, what shall)."""
+    """train_math.py with these changes, which are pairs (old text, new text)."""
     text = SOURCE
     for right, wrong in changes:
         assert text.count(right) == 1, right
@@ -183,7 +184,7 @@ NORM = """        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.paramet
 """
 STEP = "        optimizer.step()\n        optimizer.zero_grad()\n"
 DENOMINATOR = "denominator=denominator)\n            with"
-MISTAKES = [  # the only blank that loses points, but for the whole step; the change; the hint
+MISTAKES = [  # (the only blank that loses points, apart from the whole step; the change; the hint)
     ("MicroBatch", ("is_response[1:]", "is_response[:-1]"), "a column too late"),
     ("MicroBatch", ("is_response[1:]", "is_response"), "has L - 1 columns"),
     ("MicroBatch", ("[True] * len(responses[i])", "[t != 1 for t in responses[i]]"), "end token"),
@@ -294,9 +295,9 @@ class TestMistakes:
         assert [*found] == [blank], found
         assert hint in found[blank]
 
-    def test_are_not_seen_in_other_right_files(self, tmp_path, monkeypatch):
-        """Written in another way: the module's own functions, a loop over indices, old log-probs
-        that are detached, the loss divided by hand, the gradient set to None first."""
+    def test_are_not_found_in_another_correct_file(self, tmp_path, monkeypatch):
+        """A correct file that is written in another way: with the module's own functions, a loop
+        over indices, detached old log-probs, and gradients that are set to None first."""
         path = tmp_path / "other.py"
         path.write_text(changed(
             ("parts.build_minibatches(prompts, rollout", "build_minibatches(prompts, rollout"),

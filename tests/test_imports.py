@@ -10,12 +10,12 @@ FOLDERS = "common", "lesson", "experiments", "tests"
 
 
 def module_name(path):
-    """The name by which the others import a file: common/logs.py is common.logs."""
+    """The name by which a file is imported: common/logs.py is common.logs."""
     return ".".join(path.with_suffix("").parts)
 
 
 def imported_by(source):
-    """The full names of what a file imports, also inside its functions."""
+    """The full names of everything that a file imports, also inside its functions."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -27,7 +27,7 @@ def imported_by(source):
 
 
 def import_graph(sources):
-    """{module: the modules of the project that it imports}; sources: {path: source}."""
+    """{module: the modules of the project that it imports}. sources: {path: source}."""
     modules = {module_name(path) for path in sources}
     graph = {}
     for path, source in sources.items():
@@ -36,7 +36,7 @@ def import_graph(sources):
 
 
 def folder_graph(graph):
-    """The same between folders. A file at the top has no folder and stands for itself."""
+    """The same graph between folders. A file at the top counts as a folder of its own."""
     folders = {}
     for module, imported in graph.items():
         folder = module.split(".")[0]

@@ -42,7 +42,7 @@ def test_a_run_that_contradicts_them():
     assert "0.1 times the movement is worse than 0.5 times in 0 of 4" in text
 
 
-def test_a_model_counts_once_all_its_runs_are_there():
+def test_a_model_counts_when_all_its_runs_are_finished():
     some = [line for line in lines(lambda *key: 0.5)
             if line["start"] not in (16, 26) or line["factor"] != 8]
     _, finished = range_rule.runs_of(some, range_rule.settings()[0])

@@ -22,7 +22,7 @@ def listed(name):
 
 
 def imported():
-    """The names of all packages that are imported anywhere and are not Python's or our own."""
+    """All packages that are imported anywhere, except those of Python and of this project."""
     paths = list(TOP.glob("*.py"))
     for folder in FOLDERS:
         paths += (TOP / folder).rglob("*.py")

@@ -1,5 +1,5 @@
-"""The pieces that rivals.py passes into the loop do what their names say, and so does exact.py's
-arithmetic."""
+"""The experiments of rivals.py: the parts of their variants, the tasks, runs, tables and pictures,
+and the arithmetic of exact.py."""
 import itertools
 import json
 import math
@@ -32,8 +32,8 @@ def model(tokenizer):
 
 @pytest.fixture
 def batch():
-    """log_probs, old_log_probs, advantages, mask of 6 responses of 2 to 7 tokens, some ratios
-    beyond any range."""
+    """log_probs, old_log_probs, advantages, mask of 6 responses of 2 to 7 tokens. Some ratios are
+    beyond any clip range."""
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(6, 7, generator=g) * 3
     new = old + 0.3 * torch.randn(6, 7, generator=g)
@@ -70,7 +70,7 @@ def written(tokenizer, *texts):
 
 
 def one_batch(build_minibatches, *arguments):
-    """All of a rollout as one minibatch of one micro-batch."""
+    """A whole rollout as one minibatch of one micro-batch."""
     cfg = train_math.Settings(device="cpu", minibatches=1)
     minibatches = build_minibatches(*arguments, cfg)
     assert [len(minibatch) for minibatch in minibatches] == [1]
@@ -85,18 +85,18 @@ class TestSurrogate:
         gspo = pushes(batch, "sequence", "sequence", eps=eps)
         assert_close(gspo, gradient(gspo_loss, batch, eps))
 
-    def test_off_the_diagonal_has_one_ratios_weight_and_the_others_gate(self, batch):
+    def test_off_the_diagonal_combines_one_weight_with_another_gate(self, batch):
         weighted = pushes(batch, "token", "one")  # 1 is never clipped
         gated = pushes(batch, "one", "sequence")
         plain = pushes(batch, "one", "one")
         kept = gated != 0
         assert_close(pushes(batch, "token", "sequence"), weighted * kept,
-                     msg="weight: the token's ratio; gate: the sequence's")
+                     msg="the weight is the token ratio, and the gate is the sequence ratio's")
         assert_close(gated, plain * kept)
         kept = kept[batch[3]]
         assert kept.any() and not kept.all()
 
-    def test_gates_one_side_where_told(self, batch):
+    def test_clips_only_the_given_side(self, batch):
         both = pushes(batch, "sequence", "sequence")
         above = pushes(batch, "sequence", "sequence", side="above")
         below = pushes(batch, "sequence", "sequence", side="below")
@@ -107,7 +107,7 @@ class TestSurrogate:
         assert (both != above).any()
         assert (both != below).any()
 
-    def test_takes_out_as_many_at_random(self, batch):
+    def test_clips_as_many_responses_at_random(self, batch):
         torch.manual_seed(0)
 
         def gone(shuffled):
@@ -123,14 +123,14 @@ class TestSurrogate:
             draws = [gone(shuffled) for _ in range(100)]
             draws = torch.stack(draws)
             number = draws.sum(dim=1)
-            assert (number == own.sum()).all(), "as many as the clip would take"
-            assert draws.any(dim=0).all(), "each response may be among them"
+            assert (number == own.sum()).all(), "as many as the clip would remove"
+            assert draws.any(dim=0).all(), "each response can be among them"
             assert len(draws.unique(dim=0)) > 1
         number = draws[:, right].sum(dim=1)
         assert (number == own[right].sum()).all(), "as many of each sign"
 
     @pytest.mark.parametrize("share", [0.25, 0.0])
-    def test_counts_what_is_pushed_down_as_told(self, batch, share):
+    def test_multiplies_negative_advantages_by_the_factor(self, batch, share):
         eps = 0.1, 0.2
         plain = pushes(batch, "token", "token", eps=eps)
         less = pushes(batch, "token", "token", eps=eps, negatives=share)
@@ -147,7 +147,7 @@ class TestSurrogate:
         ratio = free / plain
         assert_close(capped / plain, ratio.clamp(max=1.1))
 
-    def test_with_a_noisy_gate_is_gspo_but_for_what_is_dropped(self, batch):
+    def test_with_a_noisy_gate_equals_gspo_except_for_what_is_clipped(self, batch):
         quiet = parts.noisy_gate(0)
         noisy = parts.noisy_gate(1.0)
         assert_close(gradient(quiet, batch), gradient(gspo_loss, batch))
@@ -156,13 +156,13 @@ class TestSurrogate:
         draws = [gradient(noisy, batch) for _ in range(100)]
         draws = torch.stack(draws)
         kept = draws != 0
-        assert_close(draws, free * kept, msg="the weight is the true s")
+        assert_close(draws, free * kept, msg="the weight is s without noise")
         first = kept[:, :, 0]
         decided = first.any(dim=0) & ~first.all(dim=0)
-        assert decided.all(), "noise a hundred times the range decides"
+        assert decided.all(), "noise of a hundred times the range decides about clipping"
 
 
-# What a successor's gradient is, of a response's token ratios r (n,) and its advantage.
+# The gradient of each successor for a response with the token ratios r (n,) and the advantage a.
 
 
 def inside(r, a, low, high):
@@ -212,7 +212,7 @@ def cispo(r, a, n, low, high):
 
 
 class TestSuccessors:
-    mean_length = 4.5  # of 2 to 7 tokens
+    mean_length = 4.5  # of responses of 2 to 7 tokens
 
     @pytest.mark.parametrize("name, weights, low, high, divisor", [
         ("sapo", sapo, 5.0, 3.0, 1),
@@ -226,7 +226,7 @@ class TestSuccessors:
         ("dr_grpo", tokens, 0.1, 0.2, successors.BUDGET),
         ("cispo", cispo, None, 0.2, mean_length),
     ])
-    def test_push_each_token_as_told(self, batch, name, weights, low, high, divisor):
+    def test_have_the_gradient_of_their_formula(self, batch, name, weights, low, high, divisor):
         new, old, advantages, mask = batch
         padded = new.masked_fill(~mask, math.nan), old, advantages, mask
         loss = getattr(successors, f"{name}_loss")
@@ -256,10 +256,10 @@ class TestAdvantages:
         assert_close(soft[:3], tensor([e, 1, 1]) / (e + 2))
         assert_close(soft[3:6], tensor([1, e, e]) / (1 + 2 * e))
         best = parts.best_of_n_advantages(rewards, 3)
-        assert best.tolist() == [1, 0, 0, 0, 0.5, 0.5, 0, 0, 0], "where none is right, none is kept"
+        assert best.tolist() == [1, 0, 0, 0, 0.5, 0.5, 0, 0, 0], "no correct one: 0"
 
-    def test_of_steps_credit_each_sum_by_its_own_arithmetic(self):
-        text = "c3+7=0b7+0=8a0+8=8\n#### 8"  # one slip, then right in itself; a wrong answer
+    def test_of_steps_reward_each_sum_for_its_own_arithmetic(self):
+        text = "c3+7=0b7+0=8a0+8=8\n#### 8"  # the second sum and the answer are wrong
         steps = parts.step_rewards(text, 0.0, modulo=10)
         assert steps == [(6, 1), (12, 0), (18, 1), (25, 0)]
         steps = parts.step_rewards("50*3=150\n#### 150", 1.0, None)
@@ -288,7 +288,7 @@ class TestAdvantages:
         everyone = torch.cat([*of_row.values()])
         assert abs(everyone.mean()) < 1e-6
 
-    def test_of_steps_may_add_the_one_reward(self, tokenizer):
+    def test_of_steps_may_add_the_reward_of_the_response(self, tokenizer):
         responses = written(tokenizer, "a1+1=2\n#### 9", "a1+1=3\n#### 2")
         credit = parts.StepAdvantages(tokenizer, modulo=10, both=True)
         rewards = tensor([0.0, 1.0])
@@ -297,13 +297,13 @@ class TestAdvantages:
         order = tensor(b.indices).argsort()
         advantages = b.advantages[order]
         wrong, right = advantages[:, b.mask[0]]
-        assert wrong[-1] < wrong[0], "own + one: 1 + 0 before, 0 + 0 after"
+        assert wrong[-1] < wrong[0], "step + response: 1 + 0 before, 0 + 0 after"
         assert wrong[0] == right[0], "1 + 0 and 0 + 1"
         assert right[0] < right[-1], "0 + 1 before, 1 + 1 after"
 
 
 class TestTwoTurns:
-    def test_are_taught_as_they_are_asked(self, tokenizer, monkeypatch):
+    def test_are_trained_in_the_order_in_which_they_are_asked(self, tokenizer, monkeypatch):
         taught = []
         rights = iter((1.0, 0.2))
 
@@ -366,7 +366,7 @@ class TestTwoTurns:
                 assert (given[:n] - of_first[row]).abs().max() < 1e-3
                 assert (given[n:] - of_second[row]).abs().max() < 1e-3
 
-    def test_count_the_right_answers_of_both_turns(self, tokenizer):
+    def test_reward_the_correct_answers_of_both_turns(self, tokenizer):
         turns = parts.TwoTurns(tokenizer, True)
         turns.turns = [
             written(tokenizer, "#### 7", "#### 8"),
@@ -384,16 +384,16 @@ class TestCritic:
         (1.0, [0, 0.8, 0.5, 0.6], [-0.3, -0.1, 0, 0]),  # r - V
         (0.9, [0, 0.3 + 0.9 * 0.44, 0.44, 0.6], [-0.29, -0.1, 0, 0]),
     ])
-    def test_takes_gae(self, lam, first, second):
+    def test_gae_follows_its_definition(self, lam, first, second):
         values = tensor([
-            [9.0, 0.2, 0.5, 0.4],  # 9: no token of the response
+            [9.0, 0.2, 0.5, 0.4],  # 9: not a token of the response
             [0.3, 0.1, 9.0, 9.0],
         ])
         rewards = tensor([1.0, 0])
         advantages = parts.gae(values, rewards, values < 9, lam)
         assert_close(advantages, tensor([first, second]))
 
-    def test_value_head_learns_from_the_loss_and_the_policy_takes_gae(self, model):
+    def test_value_head_learns_from_the_loss_and_the_policy_uses_gae(self, model):
         critic = parts.Critic(model, lam=1)
         model.value_head.bias.data.fill_(0.2)
         rewards = tensor([1.0, 0])
@@ -425,7 +425,7 @@ class TestRoutingReplay:
         return parts.moe(tokenizer, 0)
 
     def routed(self, mixture, replay, moved=0.05):
-        """Old log-probs recorded, and the gates moved since."""
+        """(router, micro-batch) with recorded old log-probs, after a change of the routers."""
         router = parts.RoutingReplay(mixture, replay)
         b = micro_batch([[6, 7, 8, 1], [8, 1]])
         with torch.no_grad():
@@ -436,18 +436,18 @@ class TestRoutingReplay:
             gate.weight.data += moved * noise
         return router, b
 
-    def test_changes_no_bit_while_the_weights_stay(self, mixture):
+    def test_changes_nothing_while_the_weights_are_unchanged(self, mixture):
         router, b = self.routed(mixture, replay=True, moved=0)
         log_probs = router.response_log_probs(mixture, b, 1.0)
         assert torch.equal(log_probs, b.old_log_probs)
         assert router.changed == [0.0]
 
-    def test_keeps_the_experts_when_the_gate_moves_and_takes_its_weights(self, mixture):
+    def test_keeps_the_experts_when_the_router_changes_and_uses_its_weights(self, mixture):
         router, b = self.routed(mixture, replay=True)
         replayed = router.response_log_probs(mixture, b, 1.0)
         assert router.changed[0] > 0
 
-        def by_hand(gate, old, hidden):  # the old experts, the gate's own probabilities of them
+        def by_hand(gate, old, hidden):  # the old experts with the current router's probabilities
             logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.T
             chosen = logits.gather(1, old)
             return logits, torch.softmax(chosen, dim=1), old
@@ -461,10 +461,10 @@ class TestRoutingReplay:
         log_probs = router.response_log_probs(mixture, b, 1.0)
         assert router.changed[0] > 0
         own = log_probs_of(mixture, b)
-        assert torch.equal(log_probs, own), "the gate's own choice"
+        assert torch.equal(log_probs, own), "the current router chooses the experts"
 
     @pytest.mark.parametrize("replay", [True, False])
-    def test_leaves_the_gate_its_gradient(self, mixture, replay):
+    def test_gives_the_router_a_gradient(self, mixture, replay):
         router, b = self.routed(mixture, replay)
         log_probs = router.response_log_probs(mixture, b, 1.0)
         log_probs.sum().backward()
@@ -474,7 +474,7 @@ class TestRoutingReplay:
 
 class TestEngine:
     def sample(self, model, *how, rollouts=1):
-        """One rollout or more; after each the model's head is 1.1 times as large."""
+        """One rollout or more. After each, the head of the model is multiplied by 1.1."""
         engine = parts.Engine(*how)
         prompts = [[5, 6], [7], [8, 9], [6]]
         ends = torch.arange(1, 30)
@@ -486,7 +486,7 @@ class TestEngine:
         with torch.no_grad():
             return engine, b, engine.response_log_probs(model, b, 1.0)
 
-    def test_gives_its_own_likelihoods_on_the_responses_tokens(self, model):
+    def test_reports_its_own_log_probs_of_the_response_tokens(self, model):
         _, b, old = self.sample(model, "bf16", True)
         model.lm_head.weight.data /= 1.1
         exactly = log_probs_of(model, b)
@@ -496,7 +496,7 @@ class TestEngine:
         error = (old - exactly).abs().max()
         assert 0 < error < 0.1
 
-    def test_leaves_them_alone_unless_told(self, model):
+    def test_does_not_use_its_log_probs_by_default(self, model):
         _, b, old = self.sample(model, "bf16", False)
         assert torch.equal(old, log_probs_of(model, b))
 
@@ -510,14 +510,14 @@ class TestEngine:
 
     def test_stale_is_the_policy_of_4_rollouts_ago(self, model):
         _, b, old = self.sample(model, "stale", True, rollouts=7)
-        model.lm_head.weight.data /= 1.1**5  # one for each rollout since, and its own
+        model.lm_head.weight.data /= 1.1**5  # a factor for this rollout and each one since then
         assert_close(old, log_probs_of(model, b).detach())
 
     @pytest.mark.parametrize("correction, expected", [
         ("tis", [0.3, 1.0, 2.0, 2.0]),
         ("icepop", [0, 1.0, 3.0, 0]),
     ])
-    def test_corrects_by_the_old_policys_likelihood_over_its_own(self, model, correction, expected):
+    def test_corrects_by_the_ratio_of_old_policy_to_engine(self, model, correction, expected):
         engine, b, _ = self.sample(model, "bf16", False, correction)
         factors = tensor([[0.3], [1.0], [3.0], [9.0]])
         b.old_log_probs = b.reported + factors.log() * b.mask
@@ -529,7 +529,7 @@ class TestEngine:
         assert_close(corrected, tensor(expected)[:, None] * plain)
 
 
-def test_bf16_log_probs_are_rounded_and_come_in_float32(model):
+def test_bf16_log_probs_are_rounded_and_returned_in_float32(model):
     b = micro_batch([[7, 8, 9, 1]])
     rounded = parts.bf16_log_probs(model, b, 1.0)
     exactly = log_probs_of(model, b)
@@ -541,7 +541,7 @@ def test_bf16_log_probs_are_rounded_and_come_in_float32(model):
 
 
 class TestTasks:
-    def test_fibonacci_counts_down_and_is_right_unless_sloppy(self):
+    def test_fibonacci_is_correct_unless_mistakes_are_asked_for(self):
         for seed in range(50):
             rng = random.Random(seed)
             row = parts.fibonacci(rng, 3, 30)
@@ -558,7 +558,8 @@ class TestTasks:
             rng = random.Random(seed)
             row = parts.fibonacci(rng, 20, 32, slips=0.05, gives_up=0.1)
             right += row["worked"].endswith(row["answer"])
-        assert 60 < right < 150, "a slip in 5% of 26 steps, a tenth of them none, and 10% give up"
+        # 5% of 26 steps get a random digit, which is correct in a tenth of them, and 10% give up.
+        assert 60 < right < 150
 
     @pytest.mark.parametrize("length, chain", rival_settings.CHAINS.items())
     def test_chains_have_their_length_and_a_label_for_each_step(self, length, chain, monkeypatch):
@@ -575,10 +576,10 @@ class TestTasks:
         monkeypatch.setattr(parts, "supervise", supervise)
         monkeypatch.setattr(parts, "sampled_reward", lambda *_: next(rights))
         parts.long_cold_start(None, None, 0, *chain)
-        assert next(rights, None) is None, "taught until it is wrong often enough"
+        assert next(rights, None) is None, "trained until it is wrong often enough"
 
     @pytest.mark.parametrize("task", ["long", "short", "30 tokens"])
-    def test_what_is_held_out_is_not_trained_on(self, task):
+    def test_held_out_questions_are_not_trained_on(self, task):
         questions = rival_settings.TASKS[task].questions
         held_out = {row["question"] for row in questions("held out", 256)}
         assert len(held_out) > 50
@@ -586,12 +587,12 @@ class TestTasks:
             trained = {row["question"] for row in questions(seed, 192)}
             assert not held_out & trained
 
-    def test_a_label_after_the_answer_is_no_power_of_ten(self):
+    def test_a_label_after_the_answer_is_not_an_exponent(self):
         texts = ["a3+4=7\n#### 7", "a3+4=7\n#### 7e3+4=7", "a3+4=7\n#### 8", "7"]
         rewards = parts.task_reward(None, texts, ["#### 7"] * 4)
         assert rewards == [1, 1, 0, 0]
 
-    def test_word_problems_are_answered_well_or_guessed(self):
+    def test_word_problems_have_correct_answers_or_guesses(self):
         rows = parts.word_problems()
         different = {row["question"] for row in rows}
         assert len(different) == len(rows) == 7840
@@ -624,7 +625,7 @@ class TestExact:
         return exact.normal((2, exact.CONTEXTS, exact.TOKENS), g)
 
     def test_moments_equal_the_sums_over_all_responses(self, policies, monkeypatch):
-        monkeypatch.setattr(exact, "CONTEXTS", 2)  # so that in 3 positions one context comes twice
+        monkeypatch.setattr(exact, "CONTEXTS", 2)  # in 3 positions, one context occurs twice
         old, new = policies[:, :2]
         length = 3
         p = old.softmax(1)
@@ -654,7 +655,7 @@ class TestExact:
         for name, moments in found.items():
             assert_close(moments, (mean[name], square[name]))
 
-    def test_without_its_root_the_sequence_ratio_gives_the_gradient_of_j(self, policies):
+    def test_the_sequence_ratio_without_the_root_gives_the_gradient_of_j(self, policies):
         old, new = policies
         found = exact.gradient(old, new, 20)
         new.requires_grad_()
@@ -663,7 +664,7 @@ class TestExact:
 
     @pytest.mark.parametrize("how", exact.HOW)
     @pytest.mark.parametrize("length", [8, 40])
-    def test_moves_by_the_spread_it_is_told(self, how, length):
+    def test_the_log_ratios_have_the_given_standard_deviation(self, how, length):
         g = torch.Generator().manual_seed(2)
         old = exact.old_policy(length, g)
         new = exact.move(old, length, 0.1, how, g)
@@ -675,19 +676,19 @@ class TestExact:
         assert abs(spread - 0.1) < 2e-3
 
     @pytest.mark.parametrize("length", [8, 1024])
-    def test_is_right_with_probability_1_over_e(self, length):
+    def test_a_response_is_correct_with_probability_1_over_e(self, length):
         g = torch.Generator().manual_seed(3)
         right = chance_of_right(exact.old_policy(length, g), length)
-        assert 0.3 < right < 0.38, "the more so, the longer"
+        assert 0.3 < right < 0.38, "1 / e is the limit for long responses"
 
 
 class TestRuns:
-    GRADIENTS = {}  # of an arm's kind, which stands in several experiments
+    GRADIENTS = {}  # {kind of a variant: its gradient norms}, because experiments share variants
 
     @pytest.fixture
     def small(self, tmp_path, monkeypatch):
-        """Two rollouts of 4 x 4 responses on an untrained model, rewarded for an odd number of
-        different letters."""
+        """Two rollouts of 4 x 4 responses of a model with random weights. The reward is 1 if the
+        number of different letters is odd."""
         def questions(seed, n, question="Eve?"):
             row = {"question": question, "answer": "#### 1\n#### 1"}
             return [row] * (8 if seed == "held out" else n)
@@ -696,7 +697,7 @@ class TestRuns:
             letters = [len(set(completion)) for completion in completions]
             return [float(n % 2) for n in letters]
 
-        settings = dict(max_completion_length=8, learning_rate=1e-2)  # ratios above 2, too
+        settings = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
         for name, task in rival_settings.TASKS.items():
             asked = partial(questions, question="Eve? Bob?") if name == "two turns" else questions
             task = rival_settings.Task(task.make, lambda *_: None, asked, settings)
@@ -707,7 +708,7 @@ class TestRuns:
         monkeypatch.setattr(parts, "task_reward", reward)
 
     @pytest.mark.parametrize("name", rival_settings.EXPERIMENTS)
-    def test_of_each_experiment_run_and_each_piece_has_an_effect(self, small, name):
+    def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
         gradients = {}
         for spec in rival_report.arms_of(name):
             same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
@@ -720,7 +721,7 @@ class TestRuns:
             if spec["algorithm"] != "gspo_token":
                 gradients[kind] = self.GRADIENTS[kind]
         different = set(gradients.values())
-        assert len(different) == len(gradients), "a piece without effect"
+        assert len(different) == len(gradients), "a part has no effect"
 
     def test_have_the_clip_range_that_their_settings_say(self):
         def of(eps, **pieces):
@@ -728,16 +729,16 @@ class TestRuns:
 
         assert of(0.003) == (0.003, 0.004)
         assert of([2e-3, 2.5e-3], successor="luspo") == [2e-3, 2.5e-3]
-        assert of([84, 80], successor="sapo") == (None, None), "no clip range"
+        assert of([84, 80], successor="sapo") == (None, None), "not a clip range"
         assert rivals.clip_range(rival_settings.NO_GATE) == (1.0, 1e9)
 
     @pytest.mark.parametrize("name, eps", [("sapo", [84, 80]), ("dapo", [0.99, 1.4])])
-    def test_of_losses_with_numbers_of_their_own_run(self, small, name, eps):
+    def test_of_losses_with_their_own_two_numbers_work(self, small, name, eps):
         row = rivals.run(rival_settings.after(name, eps, max_steps=2), 0, 5)
         assert all(row["grad_norm"])
-        assert "clip_fraction" not in row, "which would be that of another clip"
+        assert "clip_fraction" not in row, "it would be that of another clip"
 
-    def test_with_noise_are_drawn_over_the_movement(self, monkeypatch):
+    def test_with_noise_are_drawn_against_the_change_of_log_s(self, monkeypatch):
         drawn = []
 
         def savefig(figure, path, dpi):
@@ -752,7 +753,7 @@ class TestRuns:
         rival_report.draw_noise(rows, None)
         assert drawn == pytest.approx([0.1, 1 / 3, 1, 10 / 3, 10, 100 / 3])
 
-    def test_of_one_task_alone_are_drawn_beside_an_empty_panel(self, tmp_path, capsys):
+    def test_of_only_one_task_are_drawn_beside_an_empty_panel(self, tmp_path, capsys):
         run = {"cold": 0, "seed": 0, "start": 0.2, "accuracy": 0.5}
         rows = [{"arm": spec, **run} for spec in rival_report.arms_of("world")]
         write(tmp_path / "runs.jsonl", rows)
@@ -760,7 +761,7 @@ class TestRuns:
         assert (tmp_path / "opening.png").stat().st_size > 5000
         assert "GRPO's gate, weight s | 0.50 |" in capsys.readouterr().out
 
-    def test_are_compared_cold_start_by_cold_start(self):
+    def test_are_compared_for_each_starting_model(self):
         def rows(*accuracies):
             colds = 0, 1, 2, 0
             return [{"cold": cold, "accuracy": x} for cold, x in zip(colds, accuracies)]
@@ -770,7 +771,7 @@ class TestRuns:
         assert rival_report.difference(own, others) == "+0.13 ± 0.14"  # 0.1, 0.2, 0.1
         by_luck = rows(0.9, 0.7, 0.9)
         found = rival_report.difference(by_luck, others)
-        assert found == "+0.10 ± 0.06", "never narrower from three"
+        assert found == "+0.10 ± 0.06", "the interval from three is never narrower"
         assert rival_report.difference(own, own) == "-"
         assert rival_report.difference(own[:1], others) == "-"
 
@@ -787,18 +788,18 @@ class TestRuns:
         ("gspo", {"successor": "dapo"}, "-"),
         ("gspo", {"successor": "fspo_200"}, "-"),
     ])
-    def test_show_a_clip_fraction_only_where_it_is_that_of_their_own_clip(
+    def test_show_a_clip_fraction_only_if_it_is_that_of_their_own_clip(
             self, algorithm, pieces, cell):
         spec = rival_settings.arm(algorithm, 0.1, **pieces)
         assert rival_report.clipped([{"arm": spec, "clip_fraction": [None, 0.2, 0.3]}]) == cell
 
-    def test_that_are_there_are_not_run_again_and_make_the_table_and_the_figure(
+    def test_that_exist_are_not_repeated_and_make_the_table_and_the_picture(
             self, tmp_path, monkeypatch):
-        monkeypatch.setattr(rivals.multiprocessing, "get_context", None)  # nothing may be started
+        monkeypatch.setattr(rivals.multiprocessing, "get_context", None)  # must not be called
         path = tmp_path / "runs.jsonl"
         arms = rival_report.arms_of("moe")
         wanted = rivals.missing(arms + arms, 2, 2, path)
-        assert len(wanted) == 16, "each once"
+        assert len(wanted) == 16, "each run once"
         rows = []
         for spec, seed in itertools.product(arms, (0, 1, 100, 101)):
             rows.append({
@@ -814,7 +815,7 @@ class TestRuns:
                 "entropy": [0.1],
                 "experts_changed": [0.02],
             })
-        another = rival_settings.arm("grpo", 0.3)  # of another experiment
+        another = rival_settings.arm("grpo", 0.3)  # a variant of another experiment
         write(path, [*rows, rows[-1] | {"arm": another}])
         there = rivals.run_all(arms, 2, 2, 1, path)
         assert there == rows

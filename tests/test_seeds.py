@@ -27,7 +27,7 @@ def test_every_fresh_run_has_the_settings_of_the_plan():
             assert f"--eps_low {settings['eps_low']} --eps_high {settings['eps_high']}" in plan
 
 
-def test_the_runs_are_judged_by_their_last_greedy_accuracy():
+def test_the_runs_are_counted_by_their_last_greedy_accuracy():
     def log(accuracy, seconds):
         rows = [{"start": {"0.0": 0.1, "1.0": 0.2},
                  "settings": {"minibatches": 8, "epochs": 4, "max_steps": 16}}]
@@ -42,7 +42,7 @@ def test_the_runs_are_judged_by_their_last_greedy_accuracy():
     assert cells[2:] == ["9 of 12", "1 of 12", "512", "3.0 (3.0 to 3.0)"]
 
 
-def test_a_run_that_is_there_is_not_made_again(tmp_path, monkeypatch):
+def test_a_run_that_exists_is_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(seeds, "RESULTS", tmp_path)
     monkeypatch.chdir(tmp_path)
     line = {"variant": "GSPO", "world": 0, "seed": 1, "rows": [{"step": 0}]}

@@ -22,7 +22,7 @@ class TestQuestions:
         train = {frozenset(row["factors"]) for row in questions}
         test = {frozenset(row["factors"]) for row in held_out}
         assert not train & test
-        assert len(train) + len(test) == len(questions) + 256, "no product is asked for twice"
+        assert len(train) + len(test) == len(questions) + 256, "no product occurs twice"
 
     def test_the_answer_is_the_product_of_the_numbers_in_the_question(self):
         for row in sums.make_questions()[1]:
@@ -42,19 +42,19 @@ class TestQuestions:
     ("3 * 17 = 52", 0.0),
     ("3 boxes of 17", 0.0),
     ("", 0.0)])
-def test_the_last_number_alone_is_paid(text, reward):
+def test_only_the_last_number_is_rewarded(text, reward):
     assert sums.last_number_reward(None, [text], ["51"], factors=[["3", "17"]]) == [reward]
 
 
 def log(folder, **settings):
-    """A training's log, of a rollout."""
+    """Writes the log of a training run with one rollout."""
     (folder / "training").mkdir(parents=True, exist_ok=True)
     write(folder / "training" / "metrics.jsonl", [
         {"step": 0, "settings": settings}, {"step": 1, "reward": 0.5, "seconds": 90}])
 
 
 def logs(folder, before, after, algorithm="gspo", seed=0, eps_low=0.03):
-    """A run's logs; before and after: {temperature: the share of 4 held-out answers right}."""
+    """Writes the logs of a run. before, after: {temperature: accuracy on 4 held-out questions}."""
     log(folder, algorithm=algorithm, seed=seed, eps_low=eps_low)
     for when, shares in (("before", before), ("after", after)):
         rows = []
@@ -75,7 +75,7 @@ BEFORE = {0.0: 0.25, 0.3: 0.5, 0.6: 0.25, 1.0: 0.0}
 
 
 class TestShow:
-    def test_takes_the_untrained_model_at_its_best_temperature(self, tmp_path, capsys):
+    def test_compares_with_the_pre_trained_model_at_its_best_temperature(self, tmp_path, capsys):
         logs(tmp_path, BEFORE, {0.0: 0.75, 1.0: 0.5})
         sums.main(["--show", str(tmp_path)])
         text = capsys.readouterr().out
@@ -88,7 +88,7 @@ class TestShow:
         assert "1 rollouts, 2 minutes" in text
         assert (tmp_path / "sums.png").stat().st_size > 5000
 
-    def test_of_several_runs_is_a_line_each_and_the_means_of_each_range(self, tmp_path, capsys):
+    def test_of_several_runs_is_a_line_each_and_the_means_for_each_range(self, tmp_path, capsys):
         runs = [
             logs(tmp_path / "gspo_0", BEFORE, {0.0: 0.75, 1.0: 0.5}),
             logs(tmp_path / "grpo_7", BEFORE, {0.0: 1.0, 1.0: 0.75}, "grpo", 7, 0.2),
@@ -114,7 +114,7 @@ class TestShow:
             "mean of 1 | gspo 0.0003 | - | 25.0% | 50.0% | 0.0% | - | - | -"]
 
     @pytest.mark.parametrize("before, after", [({}, {}), (BEFORE, {}), (BEFORE, {0.0: 0.5})])
-    def test_of_an_unfinished_run_is_its_line(self, tmp_path, capsys, before, after):
+    def test_of_an_unfinished_run_is_one_line(self, tmp_path, capsys, before, after):
         logs(tmp_path, before, after)
         sums.main(["--show", str(tmp_path)])
         line = capsys.readouterr().out.strip().split("\n")[2]
@@ -133,7 +133,7 @@ class TestShow:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """A folder with the logs of the published runs, a folder for each."""
+    """A folder with one folder of logs per published run."""
     folder = tmp_path_factory.mktemp("logged")
     jsonl.unpack(RESULTS / "logs.jsonl", folder)
     return folder
@@ -141,19 +141,19 @@ def logged(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flags(world):
-    """Of a run of one small step, on the model that nobody trained."""
+    """The flags of a run with one small step, on the model with random weights."""
     return ["--model", str(world / "model"), "--max_steps", "1", "--max_completion_length", "2"]
 
 
 @pytest.fixture(scope="module")
 def run(flags, tmp_path_factory):
-    """The folder of that run."""
+    """The folder of this run."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     sums.main([*flags, "--output_dir", str(folder)])
     return folder
 
 
-def test_a_run_is_taken_up_and_no_answer_is_given_twice(tmp_path, monkeypatch, flags):
+def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, flags):
     asked = []
     trained = []
 
@@ -182,7 +182,7 @@ def test_a_run_is_taken_up_and_no_answer_is_given_twice(tmp_path, monkeypatch, f
     trained_model = str(tmp_path / "training" / "model")
     model = flags[1]
     assert asked == [model, 0.0, 0.3, 0.6, model, 0.6, 1.0, trained_model, 0.0, 1.0]
-    assert len(trained) == 2, "it went on, and had nothing to do"
+    assert len(trained) == 2, "the run was resumed, and nothing was left to do"
     sums.main(command)
     assert len(asked) == 10
     assert len(trained) == 2
@@ -211,7 +211,7 @@ class TestFolder:
         assert f"{run} has another {name}" in line
         assert contents(run) == before
 
-    def test_whose_before_is_copied_is_asked_for_after_alone(
+    def test_with_a_copied_before_only_needs_the_answers_after(
             self, run, tmp_path, monkeypatch, flags, capsys):
         shutil.copy(run / "before.jsonl", tmp_path)
         sums.main([*flags, "--output_dir", str(tmp_path), "--seed", "1"])
@@ -233,7 +233,7 @@ class TestFolder:
         assert f"--output_dir {tmp_path / 'file'}" in line
 
 
-def test_given_answers_are_whole_or_not_there(tmp_path, logged, monkeypatch):
+def test_given_answers_are_complete_or_missing(tmp_path, logged, monkeypatch):
     run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
     path = run / "before_given.jsonl"
     kept = read(path)
@@ -264,7 +264,7 @@ def test_grpo_keeps_its_own_range(tmp_path, monkeypatch, flags):
     assert seen[0].clip_range()[0] == 0.2
 
 
-def test_the_logs_that_are_kept_give_the_figures_that_are_told(
+def test_the_committed_logs_give_the_published_numbers(
         tmp_path, logged, monkeypatch, capsys):
     run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
     sums.main(["--show", str(run)])
@@ -280,8 +280,9 @@ def test_the_logs_that_are_kept_give_the_figures_that_are_told(
 
 @pytest.mark.parametrize("name", [
     f"{algorithm}_{seed}" for algorithm in ("gspo_wide", "grpo", "gspo") for seed in range(3)])
-def test_the_page_has_each_run_in_a_line(name, logged):
-    """Its greedy answers, how they changed, by how much beyond the set-up, and its samples."""
+def test_the_page_has_a_line_for_each_run(name, logged):
+    """The line has the greedy accuracy, its difference from the pre-trained model, without and with
+    the calculation given, and the sampled accuracy."""
     folder = logged / name
     _, _, answers = sums.load_run(folder)
     before, after = (answers[when, 0.0] for when in ("before", "after"))
@@ -299,7 +300,7 @@ def test_the_page_has_each_run_in_a_line(name, logged):
 class TestRange:
     @pytest.fixture
     def trained(self, monkeypatch):
-        """What train() is called with."""
+        """The arguments with which train() is called."""
         calls = []
 
         def train(cfg, model, tokenizer, questions, held_out, reward):
@@ -327,9 +328,9 @@ class TestRange:
         factors = [{frozenset(row["factors"]) for row in rows}
                    for rows in (questions, held_out, sums.make_questions()[1])]
         assert len(held_out) == cfg.eval_size == 256
-        assert sum(map(len, factors)) == len(set.union(*factors)), "none in two sets"
+        assert sum(map(len, factors)) == len(set.union(*factors)), "no question is in two sets"
 
-    def test_an_arm_is_run_once(self, trained, tmp_path, monkeypatch, capsys):
+    def test_a_variant_is_run_once(self, trained, tmp_path, monkeypatch, capsys):
         self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
         arms = [(cfg.algorithm, cfg.eps_low, cfg.eps_high, cfg.learning_rate)
                 for cfg, *_ in trained]
@@ -344,7 +345,7 @@ class TestRange:
         assert out.count("untrained | 25.0% (20.0% to 30.0%)") == 1
         assert "grpo_0.2 | 75.0% (70.0% to 80.0%) | 60.0% | 0.10 | 20% | 28% | 10 |\n" in out
 
-    def test_has_the_settings_of_the_runs_that_are_told(self, logged):
+    def test_has_the_settings_of_the_published_runs(self, logged):
         told = {"gspo_3e-2": "gspo_wide_0", "gspo_3e-3": "gspo_0", "grpo_0.2": "grpo_0"}
         for arm, run in told.items():
             settings = read(logged / run / "training" / "metrics.jsonl")[0]["settings"]
@@ -365,11 +366,11 @@ class TestRange:
     def test_of_no_model_and_of_no_logs_is_refused(self, tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match="--model no/such/model"):
             self.call(monkeypatch, "--model", "no/such/model", "--output_dir", tmp_path)
-        with pytest.raises(SystemExit, match="no logs in"):
+        with pytest.raises(SystemExit, match="has no logs"):
             self.call(monkeypatch, "--show", tmp_path)
         assert not list(tmp_path.iterdir())
 
     def test_without_a_model_is_refused(self, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             self.call(monkeypatch)
-        assert "--model or --show" in capsys.readouterr().err
+        assert "give --model, or --show" in capsys.readouterr().err

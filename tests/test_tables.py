@@ -1,4 +1,4 @@
-"""All published tables follow from the committed logs."""
+"""All published tables and pictures follow from the committed logs."""
 from experiments import tables
 
 
@@ -14,11 +14,19 @@ def test_no_table_of_the_rivals_is_missed():
     assert published <= tables.tables().keys()
 
 
+def test_each_picture_can_be_drawn_from_the_logs(monkeypatch):
+    drawn = set()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
+                        lambda figure, path, **settings: drawn.add(path))
+    tables.draw_pictures()
+    assert set(tables.RESULTS.rglob("*.png")) <= drawn
+
+
 def test_the_command_writes_them(tmp_path, monkeypatch, capsys):
     path = tables.RESULTS / "gsm8k" / "table.md"
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "a" / "b")
     target = tmp_path / "table.md"
     monkeypatch.setattr(tables, "tables", lambda: {target: path.read_text(encoding="utf-8")})
-    tables.main()
+    tables.main([])
     assert target.read_bytes() == path.read_bytes()
     assert capsys.readouterr().out == "table.md\n"

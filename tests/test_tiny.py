@@ -11,20 +11,20 @@ from lesson import tiny
 from tests.conftest import SMALL
 
 
-def test_teaches_true_sums_and_slips_where_told():
+def test_has_correct_sums_and_mistakes_if_asked_for():
     row = tiny.rabbits((3, 7), 3)
     assert row["question"] == "Rabbits: 3, then 7. In c months?"
     assert row["worked"] == "c3+7=0b7+0=7a0+7=7\n#### 7"
     assert row["answer"] == "#### 7"
     right = tiny.rabbits((3, 7), 16)
     slipped = tiny.rabbits((3, 7), 16, random.Random(0), slips=1.0)
-    assert slipped["answer"] == right["answer"], "the gold answer never slips"
+    assert slipped["answer"] == right["answer"], "the gold answer has no mistake"
     steps = re.findall(r"[a-z](\d)\+(\d)=(\d)", slipped["worked"])
     assert len(steps) == 16
     last = "7"
     wrong = 0
     for a, b, c in steps:
-        assert b == last, "goes on from its slip"
+        assert b == last, "the steps after a mistake use it"
         last = c
         wrong += (int(a) + int(b)) % 10 != int(c)
     assert wrong > 8
@@ -50,7 +50,7 @@ def test_world_0_starts_as_start_json_says():
         assert share == pytest.approx(start[str(temperature)], abs=0.03)  # CPUs round differently
 
 
-def test_makes_a_world_once_and_never_a_half_of_it(tmp_path, monkeypatch):
+def test_makes_a_world_once_and_never_an_incomplete_one(tmp_path, monkeypatch):
     made = []
 
     def warm_up(model, tokenizer, seed):
@@ -97,5 +97,5 @@ def test_help_tells_of_the_world_and_of_all_other_flags(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
     assert "--world WORLD" in text
-    assert "any flag that train_math.py --help shows" in text
+    assert "All flags that train_math.py --help shows" in text
     assert "--epochs 4" in text

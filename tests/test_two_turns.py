@@ -74,7 +74,7 @@ class Watched(GuessTwice):
 
 @pytest.fixture
 def steps(monkeypatch, capsys):
-    """What Watched keeps in two steps."""
+    """The records of Watched for two steps."""
     monkeypatch.setattr(two_turns, "GuessTwice", Watched)
     monkeypatch.setattr(Watched, "steps", [])
     rows = two_turns.main(["--max_steps", "2"])
@@ -126,7 +126,7 @@ def test_two_steps_credit_each_turn(steps):
 
 
 def test_advantages_per_turn_leave_out_responses_without_any(tiny):
-    """train_math.build_minibatches and the share of equal groups take advantages (B, n), too."""
+    """train_math.build_minibatches and equal_reward_groups also accept advantages (B, n)."""
     model, _ = tiny
     cfg = train_math.Settings(device="cpu", group_size=2, minibatches=1)
     advantages = torch.tensor([[0.0, 1], [0, 0], [0, 0], [0, 0]])

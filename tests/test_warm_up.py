@@ -1,4 +1,4 @@
-"""common/warm_up.py: a model is shown what train_math.py pays."""
+"""common/warm_up.py: a model is trained on responses that train_math.py rewards."""
 
 from pathlib import Path
 
@@ -22,13 +22,13 @@ from tests.conftest import SMALL, one_line, sums, write_jsonl
         (r"so \boxed{42}", r"so \boxed{42}"),
     ],
 )
-def test_teaches_what_is_paid(answer, text):
+def test_trains_on_what_is_rewarded(answer, text):
     assert warm_up.solution(answer) == text
     assert train_math.correctness_reward(["?"], [text], [answer]) == [1.0]
 
 
-def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(tmp_path, monkeypatch, capsys):
-    """With a pad token that is the end token: it is learned all the same."""
+def test_runs_before_train_math_on_a_local_model_and_dataset(tmp_path, monkeypatch, capsys):
+    """The pad token is the end token. The end token must be learned nevertheless."""
     monkeypatch.chdir(tmp_path)
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
@@ -60,7 +60,7 @@ def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(tmp_path, monke
         warm_up.main([*flags, *data])
     assert "--model out/cold" in capsys.readouterr().out and not list(Path().rglob("*.partial"))
     assert len(seen) == 30 * 4, "two of eight rows go through the model at once"
-    assert seen[-1][1] > seen[0][1] + 1, "it learns"
+    assert seen[-1][1] > seen[0][1] + 1, "the loss must fall"
     for text in seen[0][0]:
         assert "<<" not in text and text.count("####") == 1
         assert "<end>" in text, "the end token is learned, too"
@@ -80,7 +80,7 @@ def test_runs_and_then_the_real_job_on_a_local_model_and_dataset(tmp_path, monke
         ("--dataset q.jsonl --model ./no/where", "--model ./no/where"),
     ],
 )
-def test_refuses_what_is_not_there_in_one_line(tmp_path, monkeypatch, flags, word):
+def test_refuses_a_missing_model_or_dataset_in_one_line(tmp_path, monkeypatch, flags, word):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "q.jsonl", sums(5))
     main = warm_up.main

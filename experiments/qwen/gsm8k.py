@@ -1,22 +1,22 @@
-"""Qwen2.5-0.5B or SmolLM2 on GSM8K's short questions, on a CPU: warm-up, GSPO, and controls.
+"""Trains Qwen2.5-0.5B or SmolLM2 on GSM8K's short questions, on a CPU, by GSPO, GRPO and a control.
 
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID        # Qwen: hours
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2
     python -m experiments.qwen.gsm8k --show experiments/results/gsm8k         # the table again
 
-FOLDER holds train.jsonl and test.jsonl. Only questions of one or two steps and of fewer
-than 220 characters are used. --parts selects what is done. Nothing is done twice, and a run of RL
-that was interrupted continues:
+FOLDER has train.jsonl and test.jsonl. Only questions with one or two steps and fewer than 220
+characters are used. --parts selects the parts of the experiment. A part that is finished is not
+repeated, and an interrupted run of RL continues:
 
-    cold      supervised training: for Qwen on correct answers of its own, with '#### number' after
-              them, for SmolLM2 on the solutions of the dataset
-    gspo, grpo    RL from there, on the same questions in the same order
-    sft       --sft_steps more supervised batches, to distinguish RL from further training
-    evaluate  every model, and `base`, the downloaded one, answers all held-out questions, greedily
-              and sampled
+    cold      supervised fine-tuning: of Qwen on its own correct answers, with '#### number' added,
+              and of SmolLM2 on the solutions of the dataset
+    gspo, grpo    RL from this fine-tuned model, on the same questions in the same order
+    sft       a control: --sft_steps more supervised batches after `cold`, instead of RL
+    evaluate  every model, and `base`, the downloaded one, answers all held-out questions, once
+              greedily and once sampled
 
 Everything is written to --output_dir. At the end, table.md, answers.md and the picture are made
-from what is there. --results copies them to another folder, with the logs.
+from these files. --results copies them to another folder, with the logs.
 """
 import argparse
 import random
@@ -39,7 +39,7 @@ RL = {
     "smollm2": """--prompts_per_step 4 --max_completion_length 96 --learning_rate 1e-5
                   --max_steps 32 --save_steps 16 --eval_size 64"""}
 ARMS = "base", "cold", "sft", "grpo", "gspo"
-TEMPERATURES = 0.0, 1.0  # greedy, and RL's own
+TEMPERATURES = 0.0, 1.0  # greedy decoding, and the temperature of RL
 
 
 def is_short(row):
@@ -47,15 +47,15 @@ def is_short(row):
 
 
 def settings(flags):
-    """train_math's settings, to answer 256 questions at once."""
+    """The settings of train_math.py, with 256 answers at once."""
     cfg = train_math.parse_settings(["--instruction", INSTRUCTION, *flags])
     cfg.rollout_rows = 256
     return cfg
 
 
 def own_answers(args, n=128):
-    """own.jsonl: those of the model's own answers to n training questions whose last number is
-    right, and '#### number' after them: to learn the form from, and nothing else."""
+    """Writes own.jsonl: the model's own answers to n training questions whose last number is
+    correct, with '#### number' added. They can teach the model the format and nothing else."""
     target = args.output_dir / "own.jsonl"
     if not target.exists():
         cfg = settings(["--max_completion_length", "256"])
@@ -89,7 +89,7 @@ def reinforce(args, algorithm):
 
 
 def ask_arm(args, arm):
-    """ARM.jsonl: for each held-out question the greedy answer and a sampled one, a line each."""
+    """Writes ARM.jsonl: a greedy and a sampled answer to each held-out question, one per line."""
     folders = {"base": args.model, "cold": args.output_dir / "cold", "sft": args.output_dir / "sft"}
     folder = folders.get(arm, args.output_dir / arm / "model")
     if arm == "base" or folder.exists():
@@ -99,7 +99,7 @@ def ask_arm(args, arm):
 
 
 def table(arms):
-    """Markdown: all models beside the cold start, and GSPO beside GRPO."""
+    """Markdown: all models are compared with the fine-tuned model, and GSPO with GRPO."""
     text = evaluate.table(arms, "cold", "the cold start")
     for temperature in TEMPERATURES if {"gspo", "grpo"} <= arms.keys() else ():
         difference, p = evaluate.difference(arms["grpo"], arms["gspo"], temperature)
@@ -108,7 +108,7 @@ def table(arms):
 
 
 def side_by_side(questions, arms, n=8):
-    """Markdown: the first n held-out questions, and the greedy answer of each arm."""
+    """Markdown: the first n held-out questions, and the greedy answer of each model."""
     text = ""
     for i, question in enumerate(questions[:n]):
         gold = train_math.gold_answer(question["answer"])
@@ -121,7 +121,7 @@ def side_by_side(questions, arms, n=8):
 
 
 def answers_in(folder):
-    """{arm: the logged answers of its model}, of those arms that were asked."""
+    """{arm: the logged answers of its model}, for those models that have any."""
     arms = {arm: read(folder / f"{arm}.jsonl") for arm in ARMS}
     return {arm: rows for arm, rows in arms.items() if rows}
 
@@ -137,7 +137,8 @@ def report(args):
         (output / "answers.md").write_text(side_by_side(questions, arms), encoding="utf-8")
         print(table(arms))
     if runs:
-        draw(runs, output / "runs.png", eps_high=4e-4)
+        named = {arm.upper(): rows for arm, rows in runs.items()}
+        draw(named, output / "runs.png", eps_high=4e-4)
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
         for name in ("table.md", "answers.md", "runs.png", *(f"{arm}.jsonl" for arm in ARMS)):
@@ -150,21 +151,26 @@ def report(args):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gsm8k", type=Path, help="the folder with train.jsonl and test.jsonl")
-    parser.add_argument("--model", help="hub id or folder: of Qwen2.5-Coder-0.5B-Instruct, or so")
+    parser.add_argument("--model",
+                        help="hub id or folder, for example of Qwen2.5-Coder-0.5B-Instruct")
     parser.add_argument("--show", type=Path, metavar="FOLDER",
                         help="only print the table of the answers in this folder")
-    parser.add_argument("--preset", choices=COLD, default="qwen", help="steps and sizes")
+    parser.add_argument("--preset", choices=COLD, default="qwen",
+                        help="the settings for this model")
     parser.add_argument("--parts", nargs="+", choices=[*ARMS, "evaluate", "report"],
-                        default=["cold", "gspo", "evaluate", "sft", "grpo", "evaluate"])
-    parser.add_argument("--sft_steps", type=int, default=30, help="batches more, for sft")
+                        default=["cold", "gspo", "evaluate", "sft", "grpo", "evaluate"],
+                        help="what to do, in this order")
+    parser.add_argument("--sft_steps", type=int, default=30,
+                        help="number of supervised batches of the control")
     parser.add_argument("--output_dir", type=Path, help="default: runs/gsm8k_PRESET")
-    parser.add_argument("--results", type=Path, help="copy logs, tables and picture there")
+    parser.add_argument("--results", type=Path,
+                        help="copy the logs, the tables and the picture to this folder")
     args = parser.parse_args(argv)
     if args.show:
         print(table(answers_in(args.show)))
         return
     if not (args.gsm8k and args.model):
-        parser.error("--gsm8k and --model are needed, or --show")
+        parser.error("give --gsm8k and --model, or --show")
     args.output_dir = args.output_dir or Path("runs") / f"gsm8k_{args.preset}"
     args.questions = args.output_dir / "questions"
     args.questions.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""The table and the picture of the GSM8K runs on one H100, from their logs.
+"""Makes the table and the picture of the GSM8K runs on one H100 from their logs.
 
     python -m experiments.qwen.gsm8k_gpu
 
-Reads metrics.jsonl (four runs) and answers.jsonl (the graded answers of the models, without texts)
-in experiments/results/gsm8k_gpu, and writes table.md and curves.png there. gsm8k_gpu.md, which is
-the page about these runs, names the commands that made the logs.
+This reads metrics.jsonl (four runs) and answers.jsonl (the graded answers of the models, without
+texts) in experiments/results/gsm8k_gpu, and writes table.md and curves.png there. The page about
+these runs, gsm8k_gpu.md, has the commands that made the logs.
 """
 from pathlib import Path
 
@@ -15,24 +15,24 @@ from common.logs import read, read_packed
 from train_math import wilson
 
 RESULTS = Path(__file__).parents[1] / "results" / "gsm8k_gpu"
-RUNS = {  # log: label, color, line style
-    "gspo_1e-6": ("GSPO 3e-4, learning rate 1e-6", "#0072B2", "-"),
-    "gspo_5e-6": ("GSPO 3e-3, learning rate 5e-6", "#56B4E9", "--"),
-    "grpo_1e-6": ("GRPO 0.2, learning rate 1e-6", "#D55E00", "-."),
-    "grpo_5e-6": ("GRPO 0.2, learning rate 5e-6", "#E69F00", ":"),
+RUNS = {  # log: label, colour, line style; GSPO is blue and GRPO orange, as in every picture
+    "gspo_1e-6": ("GSPO, clip range 3e-4, learning rate 1e-6", "#0072B2", "-"),
+    "gspo_5e-6": ("GSPO, clip range 3e-3, learning rate 5e-6", "#56B4E9", "--"),
+    "grpo_1e-6": ("GRPO, clip range 0.2, learning rate 1e-6", "#E69F00", "-."),
+    "grpo_5e-6": ("GRPO, clip range 0.2, learning rate 5e-6", "#8F6200", ":"),
 }
 PANELS = {
     "reward": "mean reward of the\nsampled responses",
-    "response_length": "response length (tokens)",
-    "cut": "share of responses cut\nat 512 tokens",
-    "entropy": "entropy (nats per token)",
-    "clip_fraction": "clip fraction\n(share of tokens)",
+    "response_length": "response length\n(tokens)",
+    "cut": "fraction of responses\ncut at 512 tokens",
+    "entropy": "entropy\n(nats per token)",
+    "clip_fraction": "clip fraction\n(of all tokens)",
 }
 WINDOW = 5  # steps that each point of a curve averages
 
 
-def percent(share):
-    return f"{100 * share:.1f}%"
+def percent(fraction):
+    return f"{100 * fraction:.1f}%"
 
 
 def points(difference):
@@ -40,7 +40,8 @@ def points(difference):
 
 
 def table_row(evaluation, baseline):
-    """One line of the table. baseline: the pre-trained model, same questions and precision."""
+    """One line of the table. baseline: the pre-trained model on the same questions, at the same
+    precision."""
     rewards = evaluation["reward"]
     n = len(rewards)
     low, high = wilson(sum(rewards), n)
@@ -89,11 +90,12 @@ def draw(logs, path):
             values = smoothed([row[key] for row in rows])
             axis.plot(steps, values, style, color=color, linewidth=2, label=label)
     for axis, title in zip(axes, PANELS.values()):
-        axis.set(title=title, xlabel="step (one rollout, four updates)")
+        axis.set(title=title, xlabel="step (one rollout and four updates)")
         axis.grid(alpha=0.3)
-    figure.suptitle("GRPO ends with a higher sampled reward, lower entropy and more cut responses "
-                    f"(one run each; means of {WINDOW} steps)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(RUNS))
+    figure.suptitle("At both learning rates, GRPO's entropy falls faster than GSPO's, and GRPO "
+                    "ends with more responses cut")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(RUNS),
+                  title=f"one run each; each point is the mean of {WINDOW} steps", handlelength=4)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

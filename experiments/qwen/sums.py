@@ -1,22 +1,23 @@
-"""Qwen2.5-0.5B learns sums by GSPO, on any CPU.
+"""Trains Qwen2.5-0.5B on products in words by GSPO, on any CPU.
 
     python -m experiments.qwen.sums                         Qwen2.5-0.5B-Instruct, from the hub
     python -m experiments.qwen.sums --seed 1 --output_dir runs/sums_1
                                                             or any other flag of train_math.py
-    python -m experiments.qwen.sums --show FOLDER           a run's table and picture, from its logs
+    python -m experiments.qwen.sums --show FOLDER           table and picture of a run from its logs
     python -m experiments.qwen.sums --show FOLDER FOLDER    several runs in one table and picture
 
-The questions are products in words, to be answered in one line. The reward is 1 if the last number
-of a response is correct. The training loop is train_math.main(). Afterwards, the pre-trained
-model and the trained one answer 256 held-out questions, whose products are in no training question:
-greedily, and sampled at temperature 1, as in training.
+The questions are products in words, which the model answers in one line. The reward is 1 if the
+last number of a response is correct. The training loop is train_math.main(). Afterwards, the
+pre-trained model and the trained model answer 256 held-out questions, whose products are in no
+training question. They answer with greedy decoding, and sampled at temperature 1 as in training.
 
-Training also makes a model more confident, and so does a lower temperature, at no cost. Therefore
-the pre-trained model is also asked at two temperatures in between, and is compared at its best one.
+Training also makes a model more confident. A lower temperature does the same without any training.
+Therefore the pre-trained model is also asked at two temperatures in between, and its best
+temperature is the one that the trained model is compared with.
 
-If the command is interrupted, run it again to continue; nothing is done twice. A run with other
-settings needs another folder. before.jsonl, with the answers of the pre-trained model, can be
-copied there if --model, --instruction and --max_completion_length are the same.
+If the command is interrupted, run it again to continue. Nothing is done twice. A run with other
+settings needs another folder. before.jsonl, which has the answers of the pre-trained model, can be
+copied to it if --model, --instruction and --max_completion_length are the same.
 """
 import random
 import sys
@@ -25,6 +26,7 @@ from pathlib import Path
 import train_math
 from common.intervals import accuracy, accuracy_text, gain_text
 from common.logs import read, write
+from common.plot import MORE_STYLES, STYLES
 from experiments import evaluate
 
 SETTINGS = [
@@ -33,11 +35,12 @@ SETTINGS = [
     "--save_steps=5", "--eval_size=0", "--rollout_rows=256"]  # all held-out questions at once
 GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three: sums_range.py
 MAY_CHANGE = train_math.MAY_CHANGE - {"max_steps"} | {"questions"}  # when a run is resumed
-TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy
+TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy decoding
 
 
 def make_questions(n_held_out=256):
-    """(questions to train on, questions held out): two digits times one, and two times two."""
+    """(training questions, held-out questions). The products have two digits times one digit, or
+    two digits times two digits."""
     rng = random.Random(0)
     pairs = [(a, b) for a in range(3, 10) for b in range(11, 100)]
     pairs += [(a, b) for a in range(11, 30) for b in range(a, 60)]
@@ -58,7 +61,7 @@ def last_number_reward(prompts, completions, answer, **columns):
 
 
 def missing(folder, when):
-    """The temperatures at which the model before or after the training is still to be asked."""
+    """The temperatures at which the model before or after training has not answered yet."""
     return evaluate.missing(folder / f"{when}.jsonl", TEMPERATURES[when])
 
 
@@ -66,7 +69,7 @@ def missing(folder, when):
 
 
 def load_run(folder):
-    """A run's logs: (settings, steps, {(when, temperature): answers}). SystemExit: no run."""
+    """The logs of a run: (settings, steps, {(when, temperature): answers}). SystemExit: no run."""
     rows = read(folder / "training" / "metrics.jsonl")
     if not rows:
         sys.exit(f"sums.py: no run in {folder}: it has no training/metrics.jsonl")
@@ -96,7 +99,8 @@ def minutes(steps):
 
 
 def table(answers, steps, best):
-    """Markdown: each of the answers, {(when, temperature): rows}, and after minus before."""
+    """Markdown: a line for each entry of answers, {(when, temperature): rows}, and the differences
+    of the accuracy after training and before it."""
     _, questions = make_questions()
     lines = [
         "model | temperature | right, by the last number (95%) | times 1 digit | times 2 digits | "
@@ -123,7 +127,9 @@ def table(answers, steps, best):
 
 
 def compare(runs):
-    """Markdown: a line a run, {folder: load_run(folder)}; means of each algorithm and range."""
+    """Markdown: a line per run, and the means of each algorithm and clip range.
+
+    runs: {folder: load_run(folder)}."""
     lines = [
         "run | algorithm, range | seed | greedy before (95%) | greedy after | sampled after | "
         "greedy after minus before | rollouts | minutes",
@@ -139,54 +145,79 @@ def compare(runs):
         lines.append(" | ".join(map(str, [*cells, len(steps), minutes(steps)])))
         if all(asked):
             means.setdefault(algorithm, []).append([accuracy(correct(rows))[0] for rows in asked])
-    for algorithm, shares in means.items():
-        cells = [f"{sum(column) / len(shares):.1%}" for column in zip(*shares)]
-        lines.append(f"mean of {len(shares)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
+    for algorithm, values in means.items():
+        cells = [f"{sum(column) / len(values):.1%}" for column in zip(*values)]
+        lines.append(f"mean of {len(values)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
     return "\n".join(lines) + "\n"
 
 
-def draw(runs, path, ylabel="right, by the last number (95%)"):
-    """Right samples in training, and right answers to held-out questions before and after; each
-    run a line, {folder: load_run(folder)}, GRPO's in a colour of their own."""
+def draw(runs, path):
+    """The accuracy in training, and on held-out questions before and after it, in three panels.
+
+    runs: {folder: load_run(folder)}. Each run is a line in training, and a point per temperature
+    after it, with its 95% interval."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    shown, afters = {}, []
-    for i, (settings, steps, answers) in enumerate(runs.values()):
+    figure, axes = plt.subplots(1, 3, figsize=(9, 4.8), sharey=True, layout="constrained",
+                                width_ratios=(1.5, 4, 2.4))
+    before, training, after = axes
+    offsets = [0.6 * (i + 0.5) / len(runs) - 0.3 for i in range(len(runs))]
+    groups = {}  # algorithm: the greedy accuracy after each of its runs
+    for (settings, steps, answers), offset in zip(runs.values(), offsets):
         name = settings["algorithm"].upper()
-        color = "C1" if name == "GRPO" else "C0"
-        curve = [row["reward"] for row in steps]
-        line, = axis.plot(range(1, len(steps) + 1), curve, ".-", color=color, alpha=0.5)
-        shown[f"{name}, samples in training"] = line
-        for (when, temperature), rows in answers.items():
-            if temperature in TEMPERATURES["after"]:
-                y, low, high = accuracy(correct(rows))
-                x, own = 0, "black"
-                if when == "after":
-                    x = len(steps) + 0.8 + i / 4 + temperature * (len(runs) / 4 + 0.2)
-                    own = color
-                    afters.append(x)
-                axis.errorbar(x, y, [[y - low], [high - y]], fmt="o" if temperature else "s",
-                              capsize=3, color=own)
-    for name, mark in ("held out, greedy", "s"), ("held out, sampled", "o"):
-        line, = axis.plot([], [], mark, color="black")
-        shown[name] = line
+        color, line = STYLES.get(settings["algorithm"], MORE_STYLES[0])
+        look = {"color": color, "marker": "s" if name == "GRPO" else "o",
+                "fillstyle": "none" if name == "GRPO" else "full"}
+        curve = [100 * row["reward"] for row in steps]
+        label = None if name in groups else name
+        training.plot(range(1, len(steps) + 1), curve, linestyle=line, alpha=0.7, markersize=4,
+                      label=label, **look)
+        for place, temperature in enumerate(TEMPERATURES["after"]):
+            start = answers["before", temperature]
+            interval(before, place, correct(start), color="black", marker="D")
+            interval(after, place + offset, correct(answers["after", temperature]), **look)
+        groups.setdefault(name, []).append(accuracy(correct(answers["after", 0.0]))[0])
     best = max(accuracy(correct(answers["before", x]))[0] for x in TEMPERATURES["before"])
-    shown["untrained, at its best temperature"] = axis.axhline(best, color="black", linestyle="--")
-    axis.set(xlabel="rollout", ylabel=ylabel, ylim=(0, 1))
-    places = range(2, len(steps) + 1, 2)
-    axis.set_xticks([0, *places, sum(afters) / len(afters)], ["before", *places, "after"])
-    axis.grid(alpha=0.3)
-    figure.legend(shown.values(), shown, loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=110)
+    for axis in axes:
+        axis.axhline(100 * best, color="black", linestyle=":",
+                     label="pre-trained model at its best temperature" if axis is before else None)
+        axis.grid(alpha=0.3)
+    for axis, title in ((before, "before training:\nheld-out questions"),
+                        (after, "after training:\nheld-out questions")):
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks(range(2), ["greedy", "sampled"])
+        axis.set_xlim(-0.6, 1.6)
+    training.set_title("training:\nsampled responses to training questions", fontsize=10)
+    training.set_xlabel("rollout")
+    training.xaxis.get_major_locator().set_params(integer=True)
+    before.set(ylabel="accuracy by the last number (%)", ylim=(0, 100))
+    start = accuracy(correct(answers["before", 0.0]))[0]
+    ends = []
+    for name, values in groups.items():
+        number = f"mean of {len(values)} runs" if len(values) > 1 else "one run"
+        ends.append(f"{sum(values) / len(values):.1%} after {name} ({number})")
+    figure.suptitle("Greedy accuracy on held-out questions:\n"
+                    f"{start:.1%} before training, {', '.join(ends)}")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9,
+                  title="a line in training, and two points after it: one run; "
+                        "vertical bars: 95% interval")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def interval(axis, x, values, **look):
+    """A point at the accuracy in percent, with its 95% interval."""
+    middle, low, high = (100 * y for y in accuracy(values))
+    axis.errorbar(x, middle, [[middle - low], [high - middle]], capsize=3, **look)
 
 
 def show(folders):
-    """A run's table.md and sums.png; of several a line each is printed, and compared.png drawn."""
+    """Writes table.md and sums.png of one run. For several runs, prints a line per run and draws
+    compared.png."""
     if not folders:
-        sys.exit("sums.py: --show needs the folder of a run, or several")
+        sys.exit("sums.py: --show needs the folder of a run, or several folders")
     runs = {folder: load_run(folder) for folder in folders}
     finished = {folder: run for folder, run in runs.items()
                 if not any(missing(folder, when) for when in TEMPERATURES)}
@@ -208,12 +239,12 @@ def show(folders):
 
 
 def refuse_another(folder, cfg):
-    """SystemExit: the folder has a run with other settings, and with the answers of its models."""
+    """SystemExit: the folder has a run with other settings."""
     for row in read(folder / "training" / "metrics.jsonl")[:1]:
         changed = [name for name, value in train_math.fingerprint(cfg, []).items()
                    if name not in MAY_CHANGE and row["settings"].get(name) != value]
         if changed:
-            sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}: choose "
+            sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}. Choose "
                      "another --output_dir")
 
 
@@ -224,7 +255,7 @@ def main(argv):
     flags = SETTINGS + ([] if algorithm == "grpo" else GSPO_RANGE) + argv
     cfg = train_math.parse_settings(flags)
     if cfg.dataset != train_math.Settings.dataset:
-        sys.exit("sums.py: it makes its own questions: no --dataset")
+        sys.exit("sums.py makes its own questions, so it does not accept --dataset")
     folder = Path(cfg.output_dir)
     refuse_another(folder, cfg)
     questions, held_out = make_questions()

@@ -1,12 +1,12 @@
-"""How much of what sums.py teaches is to set the calculation up?
+"""How much of the gain in sums.py comes from writing down the calculation?
 
     python -m experiments.qwen.sums_given RUN --model MODEL
 
-The pre-trained MODEL answers RUN's held-out questions greedily again, but the beginning of each
-answer is written for it: the calculation without its result, such as '26 * 26 ='. This is how the
-trained models usually begin. What follows is written to RUN's before_given.jsonl. (In the published
-logs, the responses contain the given beginning, too.) If the file is there, its answers are only
-compared with those before and after the training.
+The pre-trained MODEL answers the held-out questions of RUN again with greedy decoding. Here, the
+beginning of each answer is given: the calculation without its result, such as '26 * 26 ='. This is
+how the trained models usually begin. The rest of the answer is written to before_given.jsonl in
+RUN. (In the published logs, the responses also contain the given beginning.) If the file exists
+already, its answers are only compared with those before and after training.
 """
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ from experiments.qwen import sums
 
 
 def begun_prompts(tokenizer, questions, cfg):
-    """The token ids of each question, and after them the beginning of its answer."""
+    """The token ids of each question, followed by the beginning of its answer."""
     prompts = train_math.encode_prompts(tokenizer, questions, cfg)
     begun = ["{} * {} =".format(*row["factors"]) for row in questions]
     beginnings = tokenizer(begun, add_special_tokens=False).input_ids
@@ -28,8 +28,8 @@ def begun_prompts(tokenizer, questions, cfg):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("run", type=Path, help="the folder of a run of sums.py")
+    parser.add_argument("--model", required=True, help="the pre-trained model: hub id or folder")
     args = parser.parse_args()
     cfg = train_math.parse_settings([*sums.SETTINGS, "--device=cpu", "--max_completion_length=12"])
     _, questions = sums.make_questions()
@@ -39,7 +39,7 @@ def main():
     given = evaluate.column(read(path), 0.0)
     before, after = (evaluate.column(read(args.run / f"{when}.jsonl"), 0.0)
                      for when in ("before", "after"))
-    print(f"right with the calculation given: {accuracy_text(given)}")
+    print(f"accuracy with the calculation given: {accuracy_text(given)}")
     print(f"given minus before: {gain_text(before, given)}")
     print(f"after minus given: {gain_text(given, after)}")
 

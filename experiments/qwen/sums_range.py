@@ -3,10 +3,11 @@
     python -m experiments.qwen.sums_range --model MODEL
     python -m experiments.qwen.sums_range --show experiments/results/sums/range
 
-Each arm is one run of sums.py, with a seed whose results are not reported. The arms are judged on
-256 training questions of sums.py, which are taken out of the training here. The 256 held-out
-questions that sums.py reports are neither trained on nor asked. The log of an arm is written when
-it has finished; its weights are not kept. An interrupted command continues with the next arm.
+Each variant ("arm" in the table) is one run of sums.py, with a seed that is not used elsewhere. The
+variants are evaluated on 256 training questions of sums.py, which are not trained on here. The 256
+held-out questions of sums.py are neither trained on nor asked. The log of a variant is written when
+it has finished. Its weights are not kept. If the command is interrupted, run it again to continue
+with the next variant.
 """
 import argparse
 import sys
@@ -28,7 +29,7 @@ ARMS = {  # (algorithm, eps_low, eps_high, learning rate)
 
 
 def run(arm, model, seed, n_held_out=256):
-    """Trains an arm and returns its metrics, of which the first and the last are evaluations."""
+    """Trains a variant and returns its metrics. The first and the last row have an evaluation."""
     algorithm, low, high, rate = arm
     cfg = train_math.parse_settings([
         *sums.SETTINGS, "--dataset=lesson/sums.py", f"--model={model}", f"--seed={seed}",
@@ -43,7 +44,7 @@ def run(arm, model, seed, n_held_out=256):
 
 
 def table(folder):
-    """Markdown: a line an arm that is done."""
+    """Markdown: a line for each variant that is finished."""
     lines = [
         "arm | greedy (95%) | samples of the last five rollouts | spread of log s, first rollout | "
         "clipped, first rollout | later | minutes",
@@ -72,23 +73,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="hub id or folder")
     parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--output_dir", type=Path, default="runs/sums_range")
-    parser.add_argument("--show", type=Path)
+    parser.add_argument("--output_dir", type=Path, default="runs/sums_range",
+                        help="folder of the logs")
+    parser.add_argument("--show", type=Path, metavar="FOLDER",
+                        help="only print the table of the logs in this folder")
     a = parser.parse_args()
     if a.show:
         if not any(a.show.glob("*.jsonl")):
-            sys.exit(f"sums_range.py: no logs in {a.show}")
+            sys.exit(f"sums_range.py: {a.show} has no logs")
         print(table(a.show))
         return
     if not a.model:
-        parser.error("--model or --show")
+        parser.error("give --model, or --show")
     with train_math.exits_with(f"--output_dir {a.output_dir}"):
         a.output_dir.mkdir(parents=True, exist_ok=True)
     for name, arm in ARMS.items():
         path = a.output_dir / f"{name}.jsonl"
         for row in read(path)[:1]:
             if (row["settings"]["model"], row["settings"]["seed"]) != (a.model, a.seed):
-                sys.exit(f"sums_range.py: {path} is of another --model or --seed: choose another "
+                sys.exit(f"sums_range.py: {path} has another --model or --seed. Choose another "
                          "--output_dir")
         if not path.exists():
             write(path, run(arm, a.model, a.seed))
