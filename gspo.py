@@ -7,7 +7,8 @@ They do not sample, score, shard or train (train_math.py trains), and they have 
 The idea: the policy gradient raises the probability of a response whose reward is above the mean
 of its group, and lowers that of a response below it. Several updates are made on one rollout. Each
 response therefore has an importance ratio s, which compares the current policy with the policy
-that sampled it. Clipping s limits how far the policy can move before new responses are sampled.
+that sampled it. Clipping removes a response from the gradient once s has moved beyond the clip
+range in the direction that its advantage favours. It does not keep s inside the range.
 
 Shapes: B is the number of responses; the `group_size` responses to one prompt are adjacent. T is
 the padded response length, and V is the size of the vocabulary. `log_probs` and `old_log_probs`
