@@ -23,7 +23,6 @@ import os
 import random
 import re
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -843,15 +842,6 @@ def notes(rows):
                      f"(mean {row['reward']:.3g}; {row['cut']:.0%} of the responses are cut). Try "
                      "easier questions, a longer --max_completion_length, a larger --group_size, "
                      "or supervised fine-tuning on a few answers first")
-    if row["step"] == 4:
-        settings = rows[0]["settings"]
-        eps_low = settings["eps_low"]
-        movement = statistics.median(row["log_ratio_std"] or 0 for row in rows[2:])
-        is_unusual = eps_low < 1 and not 0.1 <= eps_low / (movement or eps_low) <= 4
-        if is_unusual and ALGORITHMS[settings["algorithm"]].ratio == "sequence":
-            found.append(f"log s has moved by {movement:.2g} per rollout (log_ratio_std), and the "
-                         f"clip range is {eps_low:.2g}. A range below a tenth of this movement "
-                         "clips most responses. One above four times the movement clips hardly any")
     return {"notes": found} if found else {}
 
 
