@@ -7,7 +7,7 @@ A starting model takes some 12 minutes of one core on the long task, and 13 on t
 run is a line of results/learning_rates.jsonl, and no run is made twice, so an interrupted command
 can simply be given again. Several processes can share the work if each has its own models or task.
 Afterwards, and with --models 0 at once, the tables are printed and kept in
-results/learning_rates.txt, and results/learning_rates.png is drawn.
+results/learning_rates.md, and results/learning_rates.png is drawn.
 """
 import argparse
 import statistics
@@ -145,6 +145,10 @@ def comparison(tasks):
     return "\n".join(lines + choices)
 
 
+def tables(tasks):
+    return f"{comparison(tasks)}\n\n{grid(tasks)}\n"
+
+
 def draw(tasks, path):
     """Sampled held-out accuracy against the learning rate, with a panel for each task."""
     figure = Figure((1 + 5 * len(tasks), 4.6), layout="constrained")
@@ -183,8 +187,8 @@ def main():
             for name, rate in GRID:
                 run(task, MODELS[task][model - 1], name, rate)
     tasks = finished_runs(read(LOG))
-    text = f"{comparison(tasks)}\n\n{grid(tasks)}\n"
-    (RESULTS / "learning_rates.txt").write_text(text)
+    text = tables(tasks)
+    (RESULTS / "learning_rates.md").write_text(text)
     if tasks:
         draw(tasks, RESULTS / "learning_rates.png")
     print(text)

@@ -7,7 +7,7 @@ The movement is the median of log_ratio_std over rollouts 2 to 4. A starting mod
 minutes of one idle core on the long task, and 15 minutes on the small world. Each run is a line of
 results/range_rule.jsonl, and no run is made twice. If the command is interrupted, run it again to
 continue. Several processes can divide the work if each has its own models or its own task. At the
-end, the tables are printed and written to results/range_rule.txt, and results/range_rule.png is
+end, the tables are printed and written to results/range_rule.md, and results/range_rule.png is
 drawn. With --models 0, this is all that is done.
 """
 import argparse
@@ -227,7 +227,7 @@ def main():
                     run(key, factor)
     rows = read(LOG)
     text = tables(rows)
-    (RESULTS / "range_rule.txt").write_text(text)
+    (RESULTS / "range_rule.md").write_text(text)
     if rows:
         draw(rows, RESULTS / "range_rule.png")
     print(text)

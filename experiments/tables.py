@@ -14,7 +14,15 @@ from pathlib import Path
 
 from common import plot
 from common.logs import read, read_packed, unpack
-from experiments import bench_vs_trl, exact, precision, range_rule, ratios, rival_report
+from experiments import (
+    bench_vs_trl,
+    exact,
+    learning_rates,
+    precision,
+    range_rule,
+    ratios,
+    rival_report,
+)
 from experiments.qwen import gsm8k, gsm8k_gpu, sums
 from experiments.rival_settings import EXPERIMENTS
 
@@ -39,6 +47,9 @@ def tables():
     found[precision.RESULTS / "table.md"] = precision.table(measured)
     rounds = bench_vs_trl.summarise(read(bench_vs_trl.RESULTS / "rounds.jsonl"))
     found[bench_vs_trl.RESULTS / "table.md"] = bench_vs_trl.table(rounds)
+    found[RESULTS / "range_rule.md"] = range_rule.tables(read(range_rule.LOG))
+    by_rate = learning_rates.finished_runs(read(learning_rates.LOG))
+    found[RESULTS / "learning_rates.md"] = learning_rates.tables(by_rate)
     return found
 
 
@@ -53,8 +64,9 @@ def draw_pictures():
     ratios.draw(by_length, histograms, rivals / "ratios.png", ratios.TITLE)
     exact.draw_ratios(read(rivals / "exact_ratios.jsonl"), rivals / "exact.png")
     precision.draw(precision.logged(precision.RESULTS), RESULTS / "precision.png")
-    if range_rule.LOG.exists():
-        range_rule.draw(read(range_rule.LOG), RESULTS / "range_rule.png")
+    range_rule.draw(read(range_rule.LOG), RESULTS / "range_rule.png")
+    by_rate = learning_rates.finished_runs(read(learning_rates.LOG))
+    learning_rates.draw(by_rate, RESULTS / "learning_rates.png")
     gsm8k_gpu.draw(read_packed(gsm8k_gpu.RESULTS / "metrics.jsonl"),
                    gsm8k_gpu.RESULTS / "curves.png")
     runs = {name.upper(): read(RESULTS / "gsm8k" / f"{name}.metrics.jsonl")

@@ -128,4 +128,4 @@ def test_a_model_counts_once_all_its_runs_are_there(log, monkeypatch, capsys):
 def test_without_runs_there_is_no_picture(log, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["learning_rates", "--models", "0"])
     learning_rates.main()
-    assert [path.name for path in log.parent.iterdir()] == ["learning_rates.txt"]
+    assert [path.name for path in log.parent.iterdir()] == ["learning_rates.md"]
