@@ -9,9 +9,11 @@ and 4 of train_step are still to be written, FOLDER/test_loop.py, which says how
 print a grade, and what these two need: gspo.py and grading.py. Nothing is overwritten. Be careful:
 gspo.py is the solution of the first homework, so hand this one out after it.
 
-The four blanks and the whole step count alike. A part has all of its points if all of its tests
-pass, and otherwise at most a third of them, in proportion to the tests that pass. What the remarks
-mean, and what the grader cannot see: `python test_gspo.py --help`. A file takes about ten seconds.
+The four blanks count alike. A blank has all of its points if all of its tests pass, and otherwise
+at most a third of them, in proportion to the tests that pass. If all four blanks are right, the
+whole step counts as a fifth part. If a blank is wrong, the whole step may fail because of it, and
+does not count. What the remarks mean, and what the grader cannot see: `python test_gspo.py --help`.
+A file takes about ten seconds.
 """
 import argparse
 import ast

@@ -14,9 +14,10 @@ maths and 10 are for the promises. A function earns all points for its maths if 
 the maths pass, and otherwise at most a third of them, in proportion to the tests that pass. The
 same rule holds for the promises. The tests passed are shown next to the grade, as two figures for
 each function. A mistake in sequence_ratio or clipped_objective costs nothing in the losses that
-call them. A wrong sign, or a sum that is not divided, costs points only in the first loss that has
-it. A mistake in a helper of the student's own costs points in every function that calls it; the
-remark then names the helper. A row of --json, in which points are [passed, of]:
+call them. A wrong sign, a sum that is not divided, and a mean over the tokens of all responses cost
+points only in the first loss that has them. A mistake in a helper of the student's own costs points
+in every function that calls it. If these functions fail with the same hint, the remark names the
+helper. A row of --json, in which points are [passed, of]:
 
     {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
      ..., "total maths": [80, 97], "total promises": [31, 64], "remark": "..."}
