@@ -465,7 +465,8 @@ class TestHints:
 
     def test_name_the_line_that_raised_the_error(self, grades):
         line = HOSTILE.splitlines().index("    return input()") + 1
-        assert re.search(rf"sequence_ratio: OSError: .* \(line {line}\)", grades["hostile"]["remark"])
+        said = rf"sequence_ratio: OSError: .* \(line {line}\)"
+        assert re.search(said, grades["hostile"]["remark"])
 
     def test_do_not_blame_the_gradient_for_the_value(self, monkeypatch):
         """A loss whose value is right, without a gradient, fails in the tests of the gradient."""

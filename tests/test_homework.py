@@ -166,8 +166,8 @@ class TestGrade:
 
     @pytest.mark.parametrize("change, points, said", [
         (("is_response[1:]", "is_response[:-1]"), 3 + 4 / 6 / 3, "a column too late"),
-        (("    rewards = score(", "    model.requires_grad_(False)\n    rewards = score("), 4,
-         r"WholeStep: RuntimeError: .* \(line \d+\)"),
+        (("rewards.mean().item(),", "rewards.mean().item() / 0,"), 4,
+         r"WholeStep: ZeroDivisionError: .* \(line \d+\)"),
     ])
     def test_of_the_whole_step_counts_if_all_blanks_are_right(self, change, points, said):
         """A mistake in a blank costs points once; one that only the whole step shows costs some."""
