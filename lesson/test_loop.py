@@ -7,9 +7,9 @@
 The tests stand in the order of the blanks. The first line of a failure says what to look at, and
 the numbers follow. Phases 3 and 4 of train_step are tested alone, each with the other phase made by
 the tests: a mistake in one blank costs no points in another. Only the last test needs all blanks,
-and it counts only if all blanks are right.
-The tests find the phases by the comments "# 3 REMEMBER" and "# 4 UPDATE", so keep these comments.
-In place of a language model they use a table of six weights, whose gradient fits on a line.
+and it counts only if these are right. The tests find the phases by the comments "# 3 REMEMBER" and
+"# 4 UPDATE", so keep these comments. In place of a language model they use a table of six weights,
+whose gradient fits on a line.
 """
 import ast
 import functools
