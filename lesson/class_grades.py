@@ -224,20 +224,24 @@ def what_it_is_not(source):
 
 
 def shared_helpers(homework, source, lost):
-    """{part: a remark} for parts that fail and share a helper with an earlier part that fails.
+    """{part: a remark} for parts that fail like an earlier part, and share a helper with it.
 
-    A helper that is also called by a part with full points is not suspected."""
+    lost: {part that fails: its note}. Parts fail alike if their notes end with the same hint. A
+    helper is not suspected if it is also called by a part that passes or fails with another
+    hint."""
     functions = functions_of(source)
     helpers = {}
     for part in homework.parts:
         nodes = ast.walk(functions[part]) if part in functions else []
         called = {node.id for node in nodes if isinstance(node, ast.Name)}
         helpers[part] = called & functions.keys() - set(homework.parts)
-    right = set().union(*(helpers[part] for part in homework.parts if part not in lost))
+    hints = {part: note.rpartition("; ")[2] for part, note in lost.items()}
     remarks = {}
-    for i, part in enumerate(lost):
-        for earlier in lost[:i]:
-            shared = helpers[earlier] & helpers[part] - right
+    for part in lost:
+        alike = [other for other in lost if hints[other] == hints[part]]
+        others = set().union(*(helpers[name] for name in homework.parts if name not in alike))
+        for earlier in alike[:alike.index(part)]:
+            shared = helpers[earlier] & helpers[part] - others
             if shared and part not in remarks:
                 both = ", ".join(sorted(shared))
                 remarks[part] = (f"perhaps this is the same mistake as in {earlier}, because both "
@@ -277,13 +281,13 @@ def grade(homework, name, source, seen=None):
     if results is None:
         return row | {"remark": "; ".join([problem, *remarks])}
     row["grade"] = round(results["grade"], 1)
-    lost = []
+    lost = {}
     for part in homework.parts:
         counts, note = results["parts"][part]
         for kind, points in counts.items():
             row[f"{part} {kind}"] = points
         if any(passed < of for passed, of in counts.values()):
-            lost.append(part)
+            lost[part] = note
     perhaps = shared_helpers(homework, source, lost)
     for part in homework.parts:
         note = results["parts"][part][1]

@@ -7,7 +7,8 @@ All parts of a homework count alike. A part has the points of its kinds of tests
 and 10 for the promises, for example. A kind earns all of its points if all of its tests pass, and
 otherwise at most a third of them, in proportion to the tests that pass. A file whose maths is
 correct therefore ranks above a file with a mistake in its maths. The grade is the mean over the
-parts.
+parts. A part that runs all other parts together counts only if all of these are correct, because
+any of their mistakes would cost points there again.
 
 The class grader (lesson/teach.py) reads the results from the file that GRADE_LOG names. If a test
 ends the process, the class grader starts the tests again. This grader then reads the earlier
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,9 +48,35 @@ def fail(hint):
     pytest.fail(hint, pytrace=False)
 
 
-SLIPS = {  # mistakes that several losses may share: how to undo one; n is the denominator
-    "the sign is wrong": lambda result, n: -result,
-    "the sum over responses is not divided": lambda result, n: result / n,
+def negated(loss, arguments, keywords):
+    return -loss(*arguments, **keywords)
+
+
+def divided(loss, arguments, keywords):
+    return loss(*arguments, **keywords) / (keywords.get("denominator") or len(arguments[0]))
+
+
+def divided_by_default(loss, arguments, keywords):
+    n = 1 if keywords.get("denominator") else len(arguments[0])
+    return loss(*arguments, **keywords) / n
+
+
+def response_by_response(loss, arguments, keywords):
+    """If the loss sees one response at a time, each mean is over the tokens of this response."""
+    if keywords.get("denominator"):
+        return loss(*arguments, **keywords)
+    tensors, clip_range = arguments[:4], arguments[4:]
+    total = 0
+    for i in range(len(tensors[0])):
+        total = total + loss(*[x[i:i + 1] for x in tensors], *clip_range, **keywords)
+    return total / len(tensors[0])
+
+
+SLIPS = {  # mistakes that several losses may share, and how to call a loss to undo one
+    "the sign is wrong": negated,
+    "the sum over responses is not divided": divided,
+    "the sum over responses is divided only by a given denominator": divided_by_default,
+    "the mean is over the tokens of all responses": response_by_response,
 }
 
 
@@ -74,13 +102,20 @@ class Repair:
         names = vars(self.lender.module)
         own = {name: names.get(name) for name in self.lent}
         names.update(self.lent)    # for the file's own calls, not for the tests
+        tested = self.lender.under_test.functions
+        loss = tested.get(self.part)
         if self.slip:
-            self.lender.under_test.undo = {self.part: SLIPS[self.slip]}
+            tested[self.part] = self.without_slip(loss)
         try:
             yield
         finally:
             names.update(own)
-            self.lender.under_test.undo = {}
+            tested[self.part] = loss
+
+    def without_slip(self, loss):
+        def call(*arguments, **keywords):
+            return SLIPS[self.slip](loss, arguments, keywords)
+        return call
 
     def counts(self):
         """Whether a test counts as passed if it passes with this repair. The first loss with a slip
@@ -119,13 +154,14 @@ class Grader:
     """The plugin of one graded run.
 
     path: the file under test. place: a function from a test's id to its (part, kind), or None.
-    weights: {kind: points}. lender: a Lender, or None."""
+    weights: {kind: points}. lender: a Lender, or None. together: the part that runs all others."""
 
-    def __init__(self, session, path, place, weights, lender=None):
+    def __init__(self, session, path, place, weights, lender=None, together=None):
         self.session = session
         self.path = path
         self.weights = weights
         self.lender = lender
+        self.together = together
         self.tests = {}            # test -> (part, kind)
         for item in session.items:
             found = place(item.nodeid)
@@ -136,6 +172,7 @@ class Grader:
         self.dead = {}             # part -> why no more of its tests are run
         self.loops = {}            # part -> endless loops so far
         self.said = {}             # part -> what was repaired for it
+        self.lines = {}            # test -> " (line 7)" of the file, where the test raised an error
         self.changed = []          # names of TORCH_STATE
         self.now = None            # the test that is running
         self.torch_state = {name: read() for name, (read, _) in TORCH_STATE.items()}
@@ -275,6 +312,9 @@ class Grader:
                 self.log(part=part, said=repair.note)
                 return True
             error = error or again
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(self.path)]
+        self.lines[test] = f" (line {lines[-1]})" if lines else ""
         raise error
 
     def failed(self):
@@ -290,6 +330,7 @@ class Grader:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             hint = (crash.message if crash else str(report.longrepr)).partition("\n")[0]
+            hint += self.lines.get(report.nodeid, "")
         self.hints[report.nodeid] = hint.removeprefix("Failed: ")
         self.log(test=report.nodeid, hint=self.hints[report.nodeid])
 
@@ -308,18 +349,30 @@ class Grader:
 
     def grade(self):
         """The grade in percent, by the rule at the top of this file."""
-        points = 0
-        for part in self.parts:
-            for kind, (passed, of) in self.counts(part).items():
-                fraction = passed / of
-                if passed < of:
-                    fraction *= MOST_OF_A_WRONG_KIND
-                points += self.weights[kind] * fraction
-        return 100 * points / sum(self.weights.values()) / len(self.parts)
+        fractions = [self.fraction(part) for part in self.parts if self.counts_in_the_grade(part)]
+        return 100 * sum(fractions) / len(fractions)
+
+    def fraction(self, part):
+        """The points of this part, from 0 to 1. A kind without tests (after -k) does not count."""
+        points = most = 0
+        for kind, (passed, of) in self.counts(part).items():
+            if of == 0:
+                continue
+            factor = 1 if passed == of else MOST_OF_A_WRONG_KIND
+            points += self.weights[kind] * factor * passed / of
+            most += self.weights[kind]
+        return points / most
+
+    def counts_in_the_grade(self, part):
+        if part != self.together:
+            return True
+        return all(self.fraction(other) == 1 for other in self.parts if other != part)
 
     def note(self, part):
         """Remarks on this part's points, and what to look at first."""
         hints = [self.hints.get(test) for test, (name, _) in self.tests.items() if name == part]
+        if any(hint != "" for hint in hints) and not self.counts_in_the_grade(part):
+            return "not counted, because it needs the parts that have lost points"
         notes = []
         if None in hints and part not in self.dead:
             notes.append(f"{hints.count(None)} not run")

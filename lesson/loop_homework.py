@@ -10,10 +10,11 @@ how to start and how to print a grade. gspo.py and grading.py are needed by thes
 overwritten. Be careful: gspo.py is the solution of the first homework, so hand out this homework
 after it.
 
-The four blanks and the whole step count alike. A part has all of its points if all of its tests
-pass, and otherwise at most a third of them, in proportion to the tests that pass. `python
-test_gspo.py --help` explains the remarks, and what the grader cannot see. A file takes about ten
-seconds.
+The four blanks count alike. A blank has all of its points if all of its tests pass, and otherwise
+at most a third of them, in proportion to the tests that pass. If all four blanks are correct, the
+whole step counts as a fifth part. If a blank is wrong, the whole step may fail because of it, and
+does not count. `python test_gspo.py --help` explains the remarks, and what the grader cannot see. A
+file takes about ten seconds.
 """
 import argparse
 import ast

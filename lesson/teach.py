@@ -14,9 +14,10 @@ maths and 10 are for the promises. A function earns all points for its maths if 
 the maths pass, and otherwise at most a third of them, in proportion to the tests that pass. The
 same rule holds for the promises. Beside the grade, the table shows for each function how many tests
 have passed. A mistake in sequence_ratio or clipped_objective costs no points in the losses that
-call them. A wrong sign, or a sum that is not divided, costs points only in the first loss that has
-it. A mistake in a student's own helper costs points in every function that calls it, and the remark
-then names the helper. This is a row of --json, in which a pair is [tests passed, number of tests]:
+call them. A wrong sign, a sum that is not divided, and a mean over the tokens of all responses cost
+points only in the first loss that has them. A mistake in a student's own helper costs points in
+every function that calls it. If these functions fail with the same hint, the remark names the
+helper. This is a row of --json, in which a pair is [tests passed, number of tests]:
 
     {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
      ..., "total maths": [80, 97], "total promises": [31, 64], "remark": "..."}

@@ -7,9 +7,9 @@
 The tests are in the order of the blanks. The first line of a failure says what to look at, and the
 numbers follow. Phases 3 and 4 of train_step are tested separately. The tests provide what the other
 phase would do, so a mistake in one blank costs no points in another. Only the last test needs all
-blanks. The tests find the phases by the comments "# 3 REMEMBER" and "# 4 UPDATE", so keep these
-comments. Instead of a language model, the tests use a table of six weights, whose gradient fits on
-one line.
+blanks, and it counts only if all blanks are correct. The tests find the phases by the comments
+"# 3 REMEMBER" and "# 4 UPDATE", so keep these comments. Instead of a language model, the tests use
+a table of six weights, whose gradient fits on one line.
 """
 import ast
 import functools
@@ -91,7 +91,7 @@ def loaded(request):
     grading = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(grading)
     os._exit = sys.exit            # to exit with code 0 is no success
-    grade = grading.Grader(request.session, PATH, place, {"tests": 100})
+    grade = grading.Grader(request.session, PATH, place, {"tests": 100}, together=BLANKS[-1])
     with grade.limit(LOAD_SECONDS):
         loop = load()
     grade.reset_torch()
@@ -252,12 +252,16 @@ class Run:
         self.built = self.micro_batches(self.advantages)
         return self.built
 
+    @staticmethod
+    def old_log_probs(batch):
+        return -0.5 * batch.mask * (1 + torch.tensor(batch.indices)[:, None])
+
     def make(self, *_):
         """The results of phase 3. These old log-probs belong to no policy, so that the tests can
         recognise them."""
         self.built = self.micro_batches(self.advantages)
         for batch in itertools.chain(*self.built):
-            batch.old_log_probs = -0.5 * batch.mask * (1 + torch.tensor(batch.indices)[:, None])
+            batch.old_log_probs = self.old_log_probs(batch)
         return [prompt for prompt in PROMPTS for _ in range(4)], self.built
 
     def log_probs(self, model, batch, temperature):
@@ -305,13 +309,15 @@ class Run:
         known = [
             (torch.zeros(WORDS), "the gradient is 0: loss.backward() must come before the step"),
             (-right, "the sign of the gradient is wrong: minimise the loss as it is"),
-            (last, "zero_grad between the micro-batches loses the gradient of all but the last"),
-            (right * 8 / sum(sizes), "the denominator counts the responses of advantage 0, too"),
-            (right * 8 / 16, "the denominator is for one minibatch, not for the whole rollout"),
-            (right / len(minibatch), "the denominator is the same for all micro-batches: the "
-             "responses of the minibatch, and nothing is divided again by their number"),
-            (self.by_hand(step, denominators=sizes), "the denominator is that of the minibatch: "
-             "without one, the loss is the mean over the micro-batch"),
+            (last, "only the last micro-batch has an effect: each one needs loss.backward(), and "
+             "zero_grad must not come between them"),
+            (right * 8 / sum(sizes), "the denominator must count responses of advantage 0, too"),
+            (right * 8 / 16, "the denominator must count the responses of one minibatch, not those "
+             "of the whole rollout"),
+            (right / len(minibatch), "the denominator must count the responses of the minibatch, "
+             "and nothing is divided again by the number of micro-batches"),
+            (self.by_hand(step, denominators=sizes), "the denominator must count the responses of "
+             "the minibatch, not those of the micro-batch, which the loss counts by default"),
         ]
         if step > 0:
             earlier = sum(self.gradients[:step])
@@ -367,7 +373,11 @@ class TestMicroBatch:
             (tokens("0011 0110 0000"), "the mask is a column too late: position t predicts t + 1"),
             (tokens("1111 1110 1111"), "the mask must be 0 on the prompt"),
             (tokens("0111 1111 0001"), "the mask must be 0 on padding"),
-            (tokens("0110 1110 0000"), "the end token belongs to the response")])
+            (tokens("1110 1100 0010"), "the mask is a column too early: it belongs to ids[:, 1:]"),
+            (tokens("0110 1110 0000"), "the end token belongs to the response"),
+            (tokens("0110 1100 0000"), "the last token of each response belongs to it, too"),
+            (tokens("0101 1110 0001"), "a token of the response may be 0, as padding is: make the "
+             "mask from lengths")])
 
     def test_mask_keeps_the_end_token_where_it_is_the_pad_token(self):
         mask = self.made([0, 2]).mask
@@ -383,7 +393,7 @@ class TestMicroBatch:
         batch = self.made([1, 0], torch.tensor([0.5, -1.0, 2.0]))
         hint = "advantages (b,) hold the advantage of each response"
         check(batch.advantages, [-1.0, 0.5], hint, mistakes=[
-            ([0.5, -1.0], "advantages must be in the order of `indices`"),
+            ([0.5, -1.0], "advantages must be those of `indices`, in their order"),
             ([0.5, -1.0, 2.0], "advantages must hold only those of `indices`")])
         if self.made([1, 0]).advantages is not None:
             fail("advantages must be None if none are given")
@@ -540,6 +550,10 @@ class TestPhase4Update:
         numbers = {id(batch): i for i, batch in enumerate(itertools.chain(*run.built))}
         got = [numbers.get(id(batch), -1) for batch, _ in run.asked]
         first, second = [0, 1, 2], [3, 4, 5]
+        if len(got) > 12 and set(got) == {*first, *second}:
+            fail(f"there are {len(got)} forwards of 6 micro-batches in 2 epochs: each epoch needs "
+                 "one forward of each micro-batch, and phase 4 must keep the old log-probs of "
+                 "phase 3")
         hint = "each epoch has one forward of each micro-batch (these are their numbers)"
         check(got, 2 * (first + second), hint, mistakes=[
             (2 * first + 2 * second, "take all minibatches, then again: epochs are the outer loop"),
@@ -557,7 +571,7 @@ class TestPhase4Update:
             if not got.log_probs.requires_grad:
                 fail("the first argument of the loss must be the new log-probs, with gradient")
             hint = "the old log-probs of the loss must be batch.old_log_probs of phase 3"
-            check(got.old, batch.old_log_probs, hint, 0, mistakes=[
+            check(got.old, run.old_log_probs(batch), hint, 0, mistakes=[
                 (got.log_probs, "old log-probs are computed again: the ratio would always be 1")])
             hint = "the advantages of the loss must be batch.advantages"
             check(got.advantages, batch.advantages, hint, 0)

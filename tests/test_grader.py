@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import test_gspo
 from lesson import class_grades, teach
@@ -254,8 +255,11 @@ CLASS = {
     "right": GSPO,
     "six_lines": SIX_LINES,
     "hostile": HOSTILE,
-    # correct, but sequence_ratio is (B, 1), has a keyword, and is looked up in the file's module
+    # correct, but sequence_ratio is (B, 1), has a keyword, and is looked up in the file's module;
+    # the message about a wrong shape contains only a number
     "private": STYLE + changed(
+        ('raise ValueError(f"these shapes do not match: {shapes}")',
+         'raise ValueError(f"not all of {len(tensors)} tensors have the shape they should have")'),
         ("def sequence_ratio(log_probs, old_log_probs, mask)",
          "def sequence_ratio(log_probs, old_log_probs, mask, root=None)"),
         (RATIO, RATIO + "[:, None]"),
@@ -271,6 +275,14 @@ CLASS = {
         (CLIP, "clipped * advantages")),
     "sign": changed(("return -objective.sum()", "return objective.sum()")),
     "sum": changed(("return -objective.sum() / denominator", "return -objective.sum()")),
+    "sum_by_default": changed(("denominator = len(objective)", "denominator = 1")),
+    "mean_of_all_tokens": changed(
+        ("return _loss(_token_mean(objective, mask), denominator)",
+         "return _loss(_weighted(objective, mask), denominator)")) + """
+
+def _weighted(x, mask):
+    return x.sum(dim=1) / mask.sum() * len(mask)
+""",
     "over_T": changed(("mask.sum(dim=1).clamp(min=1)", "mask.shape[1]")),
     "no_group": changed(*NO_GROUP),
     "loss_over_T": changed(
@@ -321,6 +333,12 @@ class TestPoints:
         assert row["total maths"][0] == row["total maths"][1] > 90
         assert row["total promises"][0] < row["total promises"][1] / 2
 
+    def test_of_one_kind_alone_are_all_of_the_grade(self):
+        done = command("-m", "pytest", "-q", "-k", "MathsOfClipFraction", ROOT / "test_gspo.py",
+                       env={**os.environ, "GSPO": str(ROOT / "gspo.py")})
+        assert done.returncode == 0
+        assert re.search("^total .* promises +0 of +0 +grade 100.0%$", done.stdout, re.MULTILINE)
+
     def test_rank_files_by_the_kind_of_mistake(self, grades):
         """Best first: a wrong shape or dtype, a naive file, a mistake in the maths, two of them."""
         order = [
@@ -328,7 +346,7 @@ class TestPoints:
             {"private"},
             {"no_upcast"},
             {"six_lines"},
-            {"no_group", "sign", "sum"},
+            {"no_group", "sign", "sum", "sum_by_default", "mean_of_all_tokens"},
             {"self_call, clip_without_min", "no_root, max_for_min"},
             {"killed"},
         ]
@@ -351,10 +369,18 @@ class TestPoints:
         lent = "gspo_loss: tested with a correct sequence_ratio and clipped_objective"
         assert lent in row["remark"]
 
-    @pytest.mark.parametrize("name", ["sign", "sum"])
-    def test_are_lost_only_once_to_the_same_slip(self, grades, name):
-        assert [*lost(grades[name], "maths")] == ["gspo_loss"]
-        assert re.search("grpo_loss: the su?[mi].*, as in gspo_loss", grades[name]["remark"])
+    @pytest.mark.parametrize("name, first, said", [
+        ("sign", "gspo_loss", "the sign is wrong"),
+        ("sum", "gspo_loss", "the sum over responses is not divided"),
+        ("sum_by_default", "gspo_loss", "the sum over responses is divided only by a given denomi"),
+        ("mean_of_all_tokens", "gspo_token_loss", "the mean is over the tokens of all responses"),
+    ])
+    def test_are_lost_only_once_to_the_same_slip(self, grades, name, first, said):
+        row = grades[name]
+        assert [*lost(row, "maths")] == [first]
+        assert re.search(f"; grpo_loss: {said}.*, as in {first}, where it", row["remark"])
+        if first == "gspo_loss":
+            assert [*lost(row, "promises")] == [first]
 
     def test_lost_to_a_shared_helper_have_a_remark(self, grades):
         row = grades["loss_over_T"]
@@ -365,13 +391,15 @@ class TestPoints:
     def test_do_not_suspect_a_helper_of_a_function_that_passes(self):
         """sequence_ratio and grpo_loss call _log_ratio, and so does gspo_token_loss."""
         homework = teach.homework()
-        lost = ["sequence_ratio", "grpo_loss"]
+        lost = {"sequence_ratio": "a hint", "grpo_loss": "a hint"}
         assert class_grades.shared_helpers(homework, GSPO, lost) == {}
-        lost.insert(1, "gspo_token_loss")
+        lost["gspo_token_loss"] = "tested with a correct clipped_objective; a hint"
         remarks = class_grades.shared_helpers(homework, GSPO, lost)
         perhaps = "perhaps this is the same mistake as in sequence_ratio, because both call _log_ra"
-        assert list(remarks) == lost[1:]
+        assert set(remarks) == {"grpo_loss", "gspo_token_loss"}
         assert all(remark.startswith(perhaps) for remark in remarks.values())
+        lost["gspo_token_loss"] = "another hint"
+        assert class_grades.shared_helpers(homework, GSPO, lost) == {}
 
     def test_are_not_lost_to_an_own_convention(self, grades):
         """sequence_ratio's shape is wrong, which is a promise; nothing else is."""
@@ -402,6 +430,43 @@ class TestHints:
         monkeypatch.setattr(test_gspo.gspo, "functions", functions)
         with pytest.raises(pytest.fail.Exception, match=re.escape(hint)):
             test_gspo.TestMathsOfSequenceRatio().test_is_the_geometric_mean_of_the_token_ratios()
+
+    @pytest.mark.parametrize("average, hint", [
+        (lambda x, mask: x.sum() / mask.sum(), "the mean over the tokens of all responses"),
+        (lambda x, mask: x.sum(1).mean(), "this is a sum over the tokens, but"),
+        (lambda x, mask: x.mean(), "this is a sum over the tokens divided by T"),
+        (lambda x, mask: (x.sum(1) / mask.sum(1)).sum(), "this is the sum over responses"),
+    ])
+    def test_tell_wrong_averages_apart(self, average, hint, monkeypatch):
+        def loss(new, old, advantages, mask, *clip_range):
+            ratio = (new - old).exp()
+            objective = test_gspo.load(ROOT / "gspo.py").clipped_objective(
+                ratio, advantages[:, None], *clip_range)
+            return -average(objective * mask, mask)
+
+        monkeypatch.setattr(test_gspo.gspo, "functions", {"grpo_loss": loss})
+        tests = test_gspo.TestMathsOfGrpoLoss()
+        with pytest.raises(pytest.fail.Exception, match=hint):
+            tests.test_of_unchanged_log_probs_is_minus_the_mean_advantage()
+        with pytest.raises(pytest.fail.Exception, match=hint):
+            tests.test_of_four_responses_is_their_mean(10, 0.0, "")
+
+    @pytest.mark.parametrize("ratio, advantage, value", [(2.0, 1.0, 1.5), (0.5, -1.0, -0.8)])
+    def test_tell_a_clipped_log_ratio_from_other_mistakes(
+            self, ratio, advantage, value, monkeypatch):
+        def objective(ratio, advantages, eps_low, eps_high):
+            clipped = ratio.log().clamp(-eps_low, eps_high).exp()
+            return torch.minimum(ratio * advantages, clipped * advantages)
+
+        monkeypatch.setattr(test_gspo.gspo, "functions", {"clipped_objective": objective})
+        tests = test_gspo.TestMathsOfClippedObjective()
+        with pytest.raises(pytest.fail.Exception, match="clip the ratio itself, not its log"):
+            tests.test_is_the_smaller_of_clipped_and_unclipped(ratio, advantage, value, 0, "")
+
+    def test_name_the_line_that_raised_the_error(self, grades):
+        line = HOSTILE.splitlines().index("    return input()") + 1
+        said = rf"sequence_ratio: OSError: .* \(line {line}\)"
+        assert re.search(said, grades["hostile"]["remark"])
 
     def test_do_not_blame_the_gradient_for_the_value(self, monkeypatch):
         """A loss with a correct value and no gradient fails in the tests of the gradient."""

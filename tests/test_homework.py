@@ -110,8 +110,10 @@ class TestGrade:
         text = (folder / "train_math.py").read_text(encoding="utf-8")
         got = grade(folder, text)
         assert list(got) == BLANKS
-        assert all(passed == 0 and "is still to be written" in hint
-                   for passed, _, hint in got.values())
+        assert all(passed == 0 for passed, _, _ in got.values())
+        *hints, whole = [hint for _, _, hint in got.values()]
+        assert all("is still to be written" in hint for hint in hints)
+        assert whole.startswith("not counted")
 
     def test_of_train_math_is_full_also_on_a_machine_with_a_gpu(self, folder):
         """On a GPU machine, the default of --device differs. Here it is a device without values."""
@@ -154,12 +156,26 @@ class TestGrade:
         points = {name.split()[0]: value for name, value in row.items() if "tests" in name}
         assert points == {"MicroBatch": "0", "ResponseLogProbs": "6", "Phase3Remember": "7",
                           "Phase4Update": "0", "WholeStep": "0", "total": "13"}
-        assert row["grade (%)"] == "40.0"
+        assert row["grade (%)"] == "50.0"
+        assert "WholeStep: not counted, because it needs the parts" in row["remark"]
         assert "MicroBatch: ends the process (SIGSEGV)" in row["remark"]
         loop = "Phase4Update: is there an endless loop? The test was ended after 5 seconds"
         assert loop in row["remark"]
         assert "the same code as in train_math.py: response_log_probs, phase 3;" in row["remark"]
         assert "mentions kill: read the file" in row["remark"]
+
+    @pytest.mark.parametrize("change, points, said", [
+        (("is_response[1:]", "is_response[:-1]"), 3 + 4 / 6 / 3, "a column too late"),
+        (("rewards.mean().item(),", "rewards.mean().item() / 0,"), 4,
+         r"WholeStep: ZeroDivisionError: .* \(line \d+\)"),
+    ])
+    def test_of_the_whole_step_counts_if_all_blanks_are_correct(self, change, points, said):
+        """A mistake in a blank does not cost the points of the whole step, too. A mistake outside
+        the blanks costs only the points of the whole step."""
+        row = class_grades.grade(loop_homework.homework(), "ann.py", changed(change))
+        assert row["WholeStep tests"] == [0, 1]
+        assert row["grade"] == pytest.approx(100 * points / (4 if points < 4 else 5), abs=0.05)
+        assert re.search(said, row["remark"])
 
 
 def changed(*changes):
@@ -188,6 +204,11 @@ MISTAKES = [  # (the only blank that loses points, apart from the whole step; th
     ("MicroBatch", ("is_response[1:]", "is_response[:-1]"), "a column too late"),
     ("MicroBatch", ("is_response[1:]", "is_response"), "has L - 1 columns"),
     ("MicroBatch", ("[True] * len(responses[i])", "[t != 1 for t in responses[i]]"), "end token"),
+    ("MicroBatch", ("[True] * len(responses[i])", "[t != 0 for t in responses[i]]"), "may be 0"),
+    ("MicroBatch", ("[True] * len(responses[i])", "[True] * (len(responses[i]) - 1) + [False]"),
+     "the last token of each response belongs to it"),
+    ("MicroBatch", ("is_response[1:]", "is_response[2:] + [False]"), "a column too early"),
+    ("MicroBatch", ("advantages[self.indices]", "advantages[:len(ids)]"), "those of `indices`"),
     ("MicroBatch", ("[False] * len(prompts[i])", "[True] * len(prompts[i])"), "on the prompt"),
     ("MicroBatch", ("torch.tensor(is_response[1:])", "torch.tensor(is_response[1:]).long()"),
      "a boolean tensor"),
@@ -232,19 +253,29 @@ MISTAKES = [  # (the only blank that loses points, apart from the whole step; th
     ("Phase4Update", ("                loss.backward()\n", "                (-loss).backward()\n"),
      "the sign of the gradient"),
     ("Phase4Update", (DENOMINATOR, DENOMINATOR.replace("=denominator", "=len(batch.indices)")),
-     "the denominator is that of the minibatch"),
+     "not those of the micro-batch"),
     ("Phase4Update", (DENOMINATOR, DENOMINATOR.replace("denominator=denominator", "")),
-     "the denominator is that of the minibatch"),
+     "not those of the micro-batch"),
     ("Phase4Update", ("len(rollout.responses) // cfg.minibatches", "len(rollout.responses)"),
-     "not for the whole rollout"),
+     "not those of the whole rollout"),
     ("Phase4Update", (DENOMINATOR, DENOMINATOR.replace(
-        "=denominator", "=sum(len(b.indices) for b in minibatch)")), "counts the responses of"),
+        "=denominator", "=sum(len(b.indices) for b in minibatch)")), "must count responses of"),
     ("Phase4Update", (LOOPS, SWAPPED), "epochs are the outer loop"),
     ("Phase4Update", (LOOPS, LOOPS.replace(" * cfg.epochs", "")), "not one"),
     ("Phase4Update", (UPDATE + NORM + STEP, UPDATE + (NORM + STEP).replace("        ", " " * 12)),
      "not one for each micro-batch"),
     ("Phase4Update", (UPDATE, UPDATE + "            if batch is not minibatch[-1]:\n"
-                      "                optimizer.zero_grad()\n"), "all but the last"),
+                      "                optimizer.zero_grad()\n"), "only the last micro-batch"),
+    ("Phase4Update", ("                loss.backward()\n",
+                      "                if batch is minibatch[-1]:\n"
+                      "                    loss.backward()\n"), "only the last micro-batch"),
+    ("Phase4Update", (STEP, STEP + "        with torch.no_grad():\n"
+                      "            for batch in minibatch:\n"
+                      "                batch.old_log_probs = parts.response_log_probs(\n"
+                      "                    model, batch, cfg.temperature)\n"),
+     "24 forwards of 6 micro-batches in 2 epochs"),
+    ("Phase4Update", (NEW, NEW + "\n            batch.old_log_probs = log_probs.detach()"),
+     "the ratio would always be 1"),
     ("Phase4Update", (NORM, NORM.replace("1.0", "1e9")), "not clipped to norm 1"),
     ("Phase4Update", (NORM + STEP, "        optimizer.step()\n" + NORM
                       + "        optimizer.zero_grad()\n"), "before the step"),
