@@ -475,6 +475,17 @@ class TestTraining:
         assert row["log_ratio_first_max"] > 0
         assert "note: log_ratio_first_max is not 0" in capsys.readouterr().out
 
+    @pytest.mark.parametrize(
+        "equal, is_noted",
+        [([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False)],
+    )
+    def test_notes_that_the_first_three_steps_have_no_gradient(self, equal, is_noted):
+        rows = [{"step": 0}]
+        for step, fraction in enumerate(equal, 1):
+            row = {"step": step, "equal_reward_groups": fraction, "reward": 0.5, "cut": 0.0}
+            rows.append(row)
+        assert ("notes" in train_math.notes(rows)) == is_noted
+
     def test_uses_all_questions_before_it_uses_any_twice(self, fresh, tmp_path):
         questions = [{"question": str(i)} for i in range(10)]
         start = copy.deepcopy(fresh[0].state_dict())
