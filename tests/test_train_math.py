@@ -968,6 +968,11 @@ class TestCommandLine:
             train_math.main(flags.split())
         assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err
 
+    def test_shows_how_to_write_a_flag(self, capsys):
+        with pytest.raises(SystemExit):
+            train_math.main(["--help"])
+        assert capsys.readouterr().out.split("\n")[0].endswith("[--flag value ...]")
+
     def test_gives_each_algorithm_its_own_clip_range(self):
         for algorithm, expected in (
             ("gspo", (3e-4, 4e-4)),
