@@ -694,7 +694,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
             save(rows, results, model, optimizer, cfg)
         report(rows, results, cfg)
         if on_step:
-            on_step(row)
+            on_step(dict(row))
         if stopped and not is_saved:  # a signal came after the other save
             save(rows, results, model, optimizer, cfg)
         if stopped:
@@ -714,9 +714,10 @@ def check_arguments(cfg, model, questions, state):
                          "Load it in float32: from_pretrained(..., dtype=torch.float32)")
     if cfg.output_dir:
         os.makedirs(cfg.output_dir, exist_ok=True)
-        if not state and Path(cfg.output_dir, "metrics.jsonl").exists():
-            raise ValueError(f"{cfg.output_dir} holds a run. Choose another output_dir, or resume "
-                             "the run with state=load_state(cfg, questions)")
+        found = {"metrics.jsonl", "state.pt", "model"} & set(os.listdir(cfg.output_dir))
+        if found and not state:
+            raise ValueError(f"{cfg.output_dir} holds {found.pop()}. Choose another output_dir, or "
+                             "resume the run with state=load_state(cfg, questions)")
 
 
 # ---- questions and rewards -----------------------------------------------------------------------
@@ -737,6 +738,8 @@ def score(reward, questions, texts, **more):
     except Exception as error:
         raise RewardError(f"the reward {name} raised {error!r}") from error
     try:
+        if isinstance(returned, (str, dict)):
+            raise TypeError("its letters or keys are not rewards")
         rewards = [float(value) for value in returned]
     except (TypeError, ValueError):
         rewards = []
@@ -759,6 +762,8 @@ def load_questions(cfg, reward=None):
     kind = FILE_KINDS.get(Path(cfg.dataset).suffix.lower())
     if kind:
         splits = load_dataset(kind, data_files=cfg.dataset)
+    elif Path(cfg.dataset).is_file():
+        raise ValueError(f"a dataset file must end in {', '.join(FILE_KINDS)}")
     else:
         splits = load_dataset(cfg.dataset, "main" if cfg.dataset == "openai/gsm8k" else None)
     questions = list(splits["train"])
@@ -766,7 +771,7 @@ def load_questions(cfg, reward=None):
     if "test" not in splits and "validation" not in splits:
         n -= min(cfg.eval_size, n // 5)
     held_out = splits.get("test", splits.get("validation", questions[n:]))
-    held_out = list(held_out)[:cfg.eval_size]
+    held_out = list(held_out)
     del questions[n:]
     for i, row in enumerate(questions + held_out, 1):
         is_graded = reward not in (None, correctness_reward) or gold_answer(row.get("answer"))
@@ -778,7 +783,7 @@ def load_questions(cfg, reward=None):
     if len(unseen) < len(held_out):
         tqdm.write(f"note: {len(held_out) - len(unseen)} held-out questions are left out, because "
                    "they are training questions, too")
-    return questions, unseen
+    return questions, unseen[:cfg.eval_size]
 
 
 def correctness_reward(prompts, completions, answer, strict=True, **columns):

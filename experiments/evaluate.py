@@ -35,6 +35,7 @@ def ask(path, name, questions, temperatures, cfg, **replaced):
     name: hub id or folder of the model. replaced: as for train_math.evaluate. Each row has the
     temperature, the index of its question in `questions`, and what train_math.evaluate returns."""
     if not missing(path, temperatures):
+        print(f"{path} has these answers already, so nothing was asked")
         return
     with train_math.exits_with(f"--model {name}"):
         model, tokenizer = train_math.load(str(name), cfg.device)
@@ -134,6 +135,8 @@ def main(argv=None):
         cfg = train_math.parse_settings([*flags, "--model", args.model])
         with train_math.exits_with(f"--dataset {cfg.dataset}"):
             _, questions = train_math.load_questions(cfg)
+            if not questions:
+                raise ValueError("there are no held-out questions")
         ask(args.files[0], args.model, questions, args.temperature, cfg)
     elif flags:
         parser.error(f"these flags need --model: {' '.join(flags)}")

@@ -99,6 +99,7 @@ BAD_INPUTS = {
         dataset("q.csv", "question,answer\nWie groß?,1\n", "latin-1"),
         ["q.csv", "utf"],
     ),
+    "a file of another kind": (dataset("q.txt", rows()), ["must end in .jsonl, .json, .csv"]),
     "an empty file": (dataset("q.csv", ""), ["q.csv"]),
     "a header without rows": (dataset("q.csv", "question,answer\n"), ["q.csv", "no data"]),
     "a table with other columns": (
@@ -171,8 +172,10 @@ def test_bad_part_ends_in_one_line(command, tmp_path, name):
 def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(command, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train.jsonl", sums(6))
-    write_jsonl(tmp_path / "data" / "test.jsonl", [*sums(2), {"question": "new?", "answer": "1"}])
-    run(command, tmp_path / "run", "--dataset", str(tmp_path / "data"), "--max_steps", "1")
+    held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
+    write_jsonl(tmp_path / "data" / "test.jsonl", held_out)
+    flags = ["--max_steps", "1", "--eval_size", "1"]
+    run(command, tmp_path / "run", "--dataset", str(tmp_path / "data"), *flags)
     assert "2 held-out questions are left out" in capsys.readouterr().out
     asked = [row["question"] for row in read(tmp_path / "run" / "eval_1.jsonl")]
     assert asked == ["new?"]

@@ -83,7 +83,7 @@ def flags(world, tmp_path):
     questions = tmp_path / "questions"
     questions.mkdir()
     write_jsonl(questions / "train.jsonl", sums(8))
-    write_jsonl(questions / "test.jsonl", sums(3))
+    write_jsonl(questions / "test.jsonl", sums(11)[8:])
     model = str(world / "model")
     return ["--model", model, "--dataset", str(questions), "--max_completion_length", "3",
             "--device", "cpu"]
@@ -97,7 +97,7 @@ class TestCommand:
         rows = read(path)
         assert [row["temperature"] for row in rows] == [0.0] * 3 + [1.0] * 3
         assert [row["question"] for row in rows] == [0, 1, 2] * 2
-        assert [row["gold"] for row in rows] == ["0", "1", "2"] * 2
+        assert [row["gold"] for row in rows] == ["8", "9", "10"] * 2
         assert all(1 <= row["tokens"] <= 3 for row in rows)
         assert all(row["cut"] == (row["tokens"] == 3) for row in rows)
         monkeypatch.setattr(evaluate.train_math, "load", None)

@@ -76,6 +76,8 @@ FAULTY_REWARDS = {
     "one number too many": (lambda texts: [1.0] * (len(texts) + 1), "[1.0, 1.0, 1.0]"),
     "a dict": ({"format": 1.0, "answer": 0.0}, "{'format': 1.0, 'answer': 0.0}"),
     "texts": (lambda texts: ["good"] * len(texts), "['good', 'good']"),
+    "a dict whose keys are numbers": (lambda texts: {0: 1.0, 1: 0.0}, "{0: 1.0, 1: 0.0}"),
+    "a text of digits": (lambda texts: "01", "'01'"),
     "a list for each text": (lambda texts: [[1.0]] * len(texts), "[[1.0], [1.0]]"),
 }
 
@@ -230,11 +232,23 @@ class TestTrain:
         with pytest.raises(ValueError, match="no questions"):
             train_math.train(settings(), *fresh, [], sums(2), reward=parity_reward)
 
+    def test_over_the_folder_of_its_model_is_refused(self, fresh, tmp_path):
+        (tmp_path / "model").mkdir()
+        with pytest.raises(ValueError, match="holds model"):
+            train_math.train(
+                settings(output_dir=str(tmp_path)), *fresh, sums(8), reward=parity_reward)
+
+    def test_gives_on_step_a_copy_of_the_metrics(self, fresh, tmp_path):
+        cfg = settings(output_dir=str(tmp_path), max_steps=1)
+        train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=dict.clear)
+        rows = read(tmp_path / "metrics.jsonl")
+        assert rows[0]["settings"] and rows[1]["step"] == 1
+
     def test_into_the_folder_of_another_run_is_refused(self, fresh, tmp_path):
         cfg = settings(output_dir=str(tmp_path), max_steps=1)
         train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
         before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-        with pytest.raises(ValueError, match="holds a run"):
+        with pytest.raises(ValueError, match="holds (metrics.jsonl|state.pt|model). Choose"):
             train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
         state = train_math.load_state(cfg, sums(8))
