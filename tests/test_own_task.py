@@ -171,6 +171,10 @@ class TestAFaultyReward:
         before, after = (torch.load(f / "state.pt")["model"] for f in (whole, tmp_path / "a"))
         assert all(torch.equal(before[name], after[name]) for name in before)
 
+    def test_keeps_other_alphabets_readable(self, tmp_path):
+        train_math.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
+        assert "groß" in (tmp_path / "log.jsonl").read_text(encoding="utf-8")
+
     def test_keeps_the_log_json(self, whole):
         def refuse(word):
             raise ValueError(f"{word} is not JSON")

@@ -254,6 +254,14 @@ class TestWhichSampler:
         assert train_math.cache_can_be_static(model, 128)
         assert not train_math.cache_can_be_static(model, 129)
 
+    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(
+        self, fresh, monkeypatch
+    ):
+        model, _ = fresh
+        assert train_math.cache_can_be_static(model, 20)
+        monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
+        assert not train_math.cache_can_be_static(model, 20)
+
     @pytest.fixture
     def chosen(self, monkeypatch):
         """Which sampler was called, with which model and with which other arguments."""
