@@ -716,7 +716,7 @@ def check_arguments(cfg, model, questions, state):
         os.makedirs(cfg.output_dir, exist_ok=True)
         found = {"metrics.jsonl", "state.pt", "model"} & set(os.listdir(cfg.output_dir))
         if found and not state:
-            raise ValueError(f"{cfg.output_dir} holds {found.pop()}. Choose another output_dir, or "
+            raise ValueError(f"{cfg.output_dir} holds {min(found)}. Choose another output_dir, or "
                              "resume the run with state=load_state(cfg, questions)")
 
 
@@ -737,12 +737,10 @@ def score(reward, questions, texts, **more):
         returned = reward(prompts=columns["question"], completions=texts, **columns, **more)
     except Exception as error:
         raise RewardError(f"the reward {name} raised {error!r}") from error
-    try:
-        if isinstance(returned, (str, dict)):
-            raise TypeError("its letters or keys are not rewards")
-        rewards = [float(value) for value in returned]
-    except (TypeError, ValueError):
-        rewards = []
+    rewards = []
+    if not isinstance(returned, (str, dict)):  # letters and keys are not rewards
+        with contextlib.suppress(TypeError, ValueError):
+            rewards = [float(value) for value in returned]
     if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
         raise RewardError(f"the reward {name} returned {returned!r:.200}, but a list of "
                           f"{len(texts)} finite numbers is needed, one for each completion")
