@@ -6,15 +6,17 @@
 
 The first command asks the model the questions of the test split, once at each temperature (default:
 0, which is greedy decoding), with the instruction and the chat template of the training. It adds a
-row per answer to after.jsonl: the gold answer, the response, its number of tokens, whether it was
-cut, and whether the boxed answer (reward) and the last number are correct. A temperature that the
-file already has is not asked again. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
+row per answer to after.jsonl: the model, the gold answer, the response, its number of tokens,
+whether it was cut, and whether the boxed answer (reward) and the last number are correct. A
+temperature that the file already has is not asked again, and a file with the answers of another
+model is refused. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
 
 The second command only prints the table. It compares each model with the first one by a paired
 test, so all files must have answers to the same questions. With --last_number, the last number of a
 response counts as its answer, whatever its format.
 """
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -32,20 +34,27 @@ def missing(path, temperatures):
 def ask(path, name, questions, temperatures, cfg, **replaced):
     """Adds a model's answers to the file, at those temperatures that the file does not have.
 
-    name: hub id or folder of the model. replaced: as for train_math.evaluate. Each row has the
-    temperature, the index of its question in `questions`, and what train_math.evaluate returns."""
+    name: hub id or folder of the model. replaced: as for train_math.evaluate. Each row has the name
+    of the model, the temperature, the index of its question in `questions`, and what
+    train_math.evaluate returns. SystemExit: the file has answers of another model."""
+    name = str(name)
+    for row in read(path):
+        if row.get("model", name) != name:
+            sys.exit(f"evaluate.py: {path} has answers of {row['model']}. Choose another file for "
+                     f"those of {name}")
     if not missing(path, temperatures):
         print(f"{path} has these answers already, so nothing was asked")
         return
     with train_math.exits_with(f"--model {name}"):
-        model, tokenizer = train_math.load(str(name), cfg.device)
+        model, tokenizer = train_math.load(name, cfg.device)
     for temperature in missing(path, temperatures):
         torch.manual_seed(cfg.seed)
         row = train_math.evaluate(model, tokenizer, questions, cfg, temperature, **replaced)
         rows = read(path)
         for i, result in enumerate(row["eval_results"]):
             cut = result["tokens"] == cfg.max_completion_length
-            rows.append({"temperature": temperature, **result, "question": i, "cut": cut})
+            rows.append({"model": name, "temperature": temperature, **result, "question": i,
+                         "cut": cut})
         write(path, rows)
         print(f"{path.stem}, temperature {temperature}: mean reward {row['eval_reward']:.3f}")
 

@@ -176,7 +176,7 @@ def draw(tasks, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
+    parser.add_argument("--models", type=int, nargs="+", choices=range(7), default=range(1, 7),
                         help="which starting models, counted from 1; 0: no run, only the tables")
     parser.add_argument("--tasks", nargs="+", choices=list(MODELS), default=list(MODELS))
     args = parser.parse_args()

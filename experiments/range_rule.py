@@ -212,7 +212,7 @@ def draw(rows, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
+    parser.add_argument("--models", type=int, nargs="+", choices=range(7), default=range(1, 7),
                         help="numbers of starting models, from 1 (0: only make the tables)")
     parser.add_argument("--tasks", nargs="+", choices=list(UPDATES), default=list(UPDATES),
                         help="only these tasks (default: all)")

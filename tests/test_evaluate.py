@@ -129,6 +129,17 @@ class TestCommand:
             evaluate.main([path])
         assert f"{path} has no answers" in capsys.readouterr().err
 
+    def test_refuses_a_file_with_the_answers_of_another_model(self, flags, tmp_path):
+        path = tmp_path / "before.jsonl"
+        evaluate.main([str(path), *flags])
+        rows = read(path)
+        assert {row["model"] for row in rows} == {flags[1]}
+        for temperature in "0", "1":
+            line = one_line(
+                evaluate.main, path, *flags, "--model", "other", "--temperature", temperature)
+            assert f"{path} has answers of {flags[1]}" in line
+        assert read(path) == rows
+
     def test_refuses_answers_to_different_questions(self):
         rows = [{"question": i, "reward": 1.0} for i in range(3)]
         evaluate.difference(rows, rows, 0.0)

@@ -255,6 +255,27 @@ def test_given_answers_are_complete_or_missing(tmp_path, logged, monkeypatch):
         assert row.items() >= expected.items()
 
 
+def test_the_trained_model_gets_the_same_beginnings(tmp_path, logged, monkeypatch, capsys):
+    run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
+    (run / "training" / "model").mkdir()
+    asked = []
+
+    def ask(path, model, questions, temperatures, cfg, **replaced):
+        asked.append((path.name, model, temperatures, replaced))
+        write(run / "after_given.jsonl", read(run / "before.jsonl"))
+
+    monkeypatch.setattr(sums.evaluate, "ask", ask)
+    monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "M"])
+    sums_given.main()
+    how = {"reward": sums.last_number_reward, "encode_prompts": sums_given.begun_prompts}
+    assert asked == [("before_given.jsonl", "M", [0.0], how),
+                     ("after_given.jsonl", run / "training" / "model", [0.0], how)]
+    said = capsys.readouterr().out
+    assert "after_given: 59.8%" in said
+    assert "after_given minus before_given: -9.8%" in said
+    assert "after_given minus after: -18.4%" in said
+
+
 def test_grpo_keeps_its_own_range(tmp_path, monkeypatch, flags):
     seen = []
     monkeypatch.setattr(sums.evaluate, "ask", lambda *arguments, **more: seen.append(arguments[4]))

@@ -2,11 +2,12 @@
 
     python -m experiments.qwen.sums_given RUN --model MODEL
 
-The pre-trained MODEL answers the held-out questions of RUN again with greedy decoding. Here, the
-beginning of each answer is given: the calculation without its result, such as '26 * 26 ='. This is
-how the trained models usually begin. The rest of the answer is written to before_given.jsonl in
-RUN. (In the published logs, the responses also contain the given beginning.) If the file exists
-already, its answers are only compared with those before and after training.
+The pre-trained MODEL, and the model that the run RUN of sums.py trained, answer the held-out
+questions again with greedy decoding. Here, the beginning of each answer is given: the calculation
+without its result, such as '26 * 26 ='. This is how the trained models usually begin. The rest of
+the answers is written to before_given.jsonl and after_given.jsonl in RUN. (In the published
+before_given.jsonl, the responses also contain the given beginning.) A file that exists already is
+only read. If the trained model was deleted, only the pre-trained one is asked.
 """
 import argparse
 from pathlib import Path
@@ -17,6 +18,9 @@ from common.logs import read
 from experiments import evaluate
 from experiments.qwen import sums
 
+COMPARED = [("before", "before_given"), ("before_given", "after"), ("before_given", "after_given"),
+            ("after", "after_given")]
+
 
 def begun_prompts(tokenizer, questions, cfg):
     """The token ids of each question, followed by the beginning of its answer."""
@@ -26,6 +30,22 @@ def begun_prompts(tokenizer, questions, cfg):
     return [prompt + beginning for prompt, beginning in zip(prompts, beginnings)]
 
 
+def report(run):
+    """The accuracies of a run as text, with and without the given beginning, and their paired
+    differences."""
+    correct = {}
+    lines = []
+    for name in "before", "before_given", "after", "after_given":
+        rows = read(run / f"{name}.jsonl")
+        if rows:
+            correct[name] = evaluate.column(rows, 0.0)
+            lines.append(f"{name}: {accuracy_text(correct[name])}")
+    for first, second in COMPARED:
+        if first in correct and second in correct:
+            lines.append(f"{second} minus {first}: {gain_text(correct[first], correct[second])}")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run of sums.py")
@@ -33,15 +53,12 @@ def main():
     args = parser.parse_args()
     cfg = train_math.parse_settings([*sums.SETTINGS, "--device=cpu", "--max_completion_length=12"])
     _, questions = sums.make_questions()
-    path = args.run / "before_given.jsonl"
-    evaluate.ask(path, args.model, questions, [0.0], cfg, reward=sums.last_number_reward,
-                 encode_prompts=begun_prompts)
-    given = evaluate.column(read(path), 0.0)
-    before, after = (evaluate.column(read(args.run / f"{when}.jsonl"), 0.0)
-                     for when in ("before", "after"))
-    print(f"accuracy with the calculation given: {accuracy_text(given)}")
-    print(f"given minus before: {gain_text(before, given)}")
-    print(f"after minus given: {gain_text(given, after)}")
+    trained = args.run / "training" / "model"
+    for when, model in ("before", args.model), ("after", trained):
+        if when == "before" or trained.is_dir():
+            evaluate.ask(args.run / f"{when}_given.jsonl", model, questions, [0.0], cfg,
+                         reward=sums.last_number_reward, encode_prompts=begun_prompts)
+    print(report(args.run))
 
 
 if __name__ == "__main__":
