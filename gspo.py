@@ -20,7 +20,9 @@ Equations have their numbers in arXiv v2, and names, since other versions may nu
 Promises:
   - Every function computes in float32 or higher precision, whatever the dtype of its input
     (bfloat16 cannot even represent 1 + 3e-4).
-  - Padding may hold any value, including NaN and -inf. It changes neither values nor gradients.
+  - In the padding, log-probs, ratios and advantages may hold any value, including NaN and -inf.
+    This changes neither values nor gradients. (token_log_probs has no mask. Its logits must be
+    finite and its tokens valid ids, also in the padding.)
   - In a loss, a response without tokens has value 0 and gradient 0, and it still counts in the
     mean over responses.
   - `old_log_probs` never gets a gradient.

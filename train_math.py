@@ -26,6 +26,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,7 +93,7 @@ class Settings:
     seed: int = flag(0, "seed of the order of the questions and of the sampling")
     instruction: str = flag(
         r"Please reason step by step, and put your final answer within \boxed{}.",
-        "text after each question; Qwen models were trained with this one")
+        "text after each question, on a new line; Qwen models were trained with this one")
     system: str | None = flag(None, "system prompt; default: that of the chat template, if any")
     # The algorithm
     algorithm: str = flag("gspo", "the loss", choices=ALGORITHMS)
@@ -117,6 +118,11 @@ class Settings:
     def __post_init__(self):
         """ValueError: a value that is out of range."""
         for name, value in vars(self).items():
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+            elif hasattr(value, "item"):  # a number of numpy, which state.pt cannot hold
+                value = value.item()
+            setattr(self, name, value)
             least = {"seed": 0, "eval_size": 0, "group_size": 2}.get(name, 1e-12)
             if type(value) in (int, float) and not least <= value < 2**31:
                 raise ValueError(f"--{name} {value} is out of range")
@@ -131,7 +137,8 @@ class Settings:
         return self.eps_low or algorithm.eps_low, self.eps_high or algorithm.eps_high
 
 
-# These settings may differ when a run is resumed. The questions are compared by their hash.
+# These settings may differ when a run is resumed. The questions are compared by their hash. If the
+# held-out questions are cut from the training part, the hash changes with eval_size.
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
               "rollout_rows", "save_steps", "eval_size"}
 
@@ -243,6 +250,7 @@ def rollout_metrics(rollout, minibatches, advantages, cfg):
 
 def update_metrics(updates, grad_norms, cfg):
     """updates: for each optimizer step, a list of (micro-batch, log-probs, loss)."""
+    clips_responses = ALGORITHMS[cfg.algorithm].ratio == "sequence"
     log_s = []  # for each optimizer step: the logs of the responses' importance ratios
     clipped_tokens = 0
     all_tokens = 0
@@ -250,11 +258,11 @@ def update_metrics(updates, grad_norms, cfg):
     for update in updates:
         log_s.append([])
         for batch, log_probs, loss in update:
-            log_ratio = log_probs - batch.old_log_probs  # 0 outside of the mask
             lengths = batch.mask.sum(1)
-            log_s[-1].append(log_ratio.sum(1) / lengths)
-            if ALGORITHMS[cfg.algorithm].ratio == "sequence":
-                log_ratio = log_s[-1][-1]
+            token_log_ratio = log_probs - batch.old_log_probs  # 0 outside of the mask
+            sequence_log_ratio = token_log_ratio.sum(1) / lengths
+            log_s[-1].append(sequence_log_ratio)
+            log_ratio = sequence_log_ratio if clips_responses else token_log_ratio
             share = clip_fraction(
                 log_ratio.exp(), batch.advantages, batch.mask, *cfg.clip_range())
             clipped_tokens += (share * lengths.sum()).item()
@@ -588,7 +596,8 @@ def response_log_probs(model, batch, temperature):
 
 
 def fitting_micro_batch_tokens(model, length, free_bytes):
-    """The largest power of two up to 8192 for micro_batch_tokens with which an update fits.
+    """The largest power of two for micro_batch_tokens, from 512 to 8192, with which an update fits.
+    If none does, it is 512.
 
     free_bytes: the free memory after loading the model; length: tokens of the longest text. Per
     token and layer, the backward pass keeps about 8 vectors of the hidden size, 4 of the size of
@@ -630,7 +639,8 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
         rewards["last_number"] = last_number.tolist()
     row = {"eval_questions": len(questions)}
     results = [
-        {"question": question["question"], "gold": gold_answer(question.get("answer")),
+        {"question": question["question"],
+         "gold": gold_answer(question.get("answer")) or question.get("answer"),
          "response": text, "tokens": len(response)}
         for question, text, response in zip(questions, rollout.texts, rollout.responses)]
     for name, values in rewards.items():
@@ -710,8 +720,10 @@ def check_arguments(cfg, model, questions, state):
     if not questions:
         raise ValueError("there are no questions to train on")
     if any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
-        raise ValueError(f"the model is in {model.dtype}, in which most updates round to nothing. "
-                         "Load it in float32: from_pretrained(..., dtype=torch.float32)")
+        raise ValueError(f"the model is in {model.dtype}. In half precision, most updates round to "
+                         "nothing. Load it in float32: from_pretrained(..., dtype=torch.float32)")
+    if model.device.type != torch.device(cfg.device).type:
+        raise ValueError(f"the model is on {model.device}, but cfg.device is {cfg.device}")
     if cfg.output_dir:
         os.makedirs(cfg.output_dir, exist_ok=True)
         found = {"metrics.jsonl", "state.pt", "model"} & set(os.listdir(cfg.output_dir))
@@ -736,7 +748,9 @@ def score(reward, questions, texts, **more):
     try:
         returned = reward(prompts=columns["question"], completions=texts, **columns, **more)
     except Exception as error:
-        raise RewardError(f"the reward {name} raised {error!r}") from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise RewardError(f"the reward {name} raised {error!r} in {place.filename}, line "
+                          f"{place.lineno}") from error
     rewards = []
     if not isinstance(returned, (str, dict)):  # letters and keys are not rewards
         with contextlib.suppress(TypeError, ValueError):
@@ -756,7 +770,8 @@ def load_questions(cfg, reward=None):
     The test split is held out. If there is none, the validation split is held out, or else the last
     questions of the training part. Held-out questions that are also in the training part are left
     out.
-    ValueError: a row has no question, or no answer that the default reward can use."""
+    ValueError: there is no training part, or a row has no question, or it has no answer that the
+    default reward can use."""
     kind = FILE_KINDS.get(Path(cfg.dataset).suffix.lower())
     if kind:
         splits = load_dataset(kind, data_files=cfg.dataset)
@@ -764,13 +779,17 @@ def load_questions(cfg, reward=None):
         raise ValueError(f"a dataset file must end in {', '.join(FILE_KINDS)}")
     else:
         splits = load_dataset(cfg.dataset, "main" if cfg.dataset == "openai/gsm8k" else None)
+    if "train" not in splits:
+        raise ValueError(f"there is no train part, only {', '.join(splits)}")
     questions = list(splits["train"])
-    n = len(questions)
-    if "test" not in splits and "validation" not in splits:
-        n -= min(cfg.eval_size, n // 5)
-    held_out = splits.get("test", splits.get("validation", questions[n:]))
-    held_out = list(held_out)
-    del questions[n:]
+    if "test" in splits:
+        held_out = list(splits["test"])
+    elif "validation" in splits:
+        held_out = list(splits["validation"])
+    else:
+        n = len(questions) - min(cfg.eval_size, len(questions) // 5)
+        held_out = questions[n:]
+        del questions[n:]
     for i, row in enumerate(questions + held_out, 1):
         is_graded = reward not in (None, correctness_reward) or gold_answer(row.get("answer"))
         if not is_graded or not isinstance(row.get("question"), str):
@@ -828,6 +847,21 @@ def gold_answer(answer):
     r"""The number in a dataset's answer: '... #### 42', '... \boxed{42}' or 42. Otherwise None."""
     plain = r"\A\s*+([-−+$]*[0-9,]*+(\.[0-9]+)?%?)\s*\Z"  # *+ does not backtrack: linear time
     return extract_answer(re.sub(plain, r"#### \1", str(answer)))
+
+
+# ---- the parts that can be replaced --------------------------------------------------------------
+
+
+@dataclass
+class Parts:
+    """The functions that train(), train_step(), evaluate() and main() let you replace by name."""
+    reward: Callable = correctness_reward
+    encode_prompts: Callable = encode_prompts
+    rollout: Callable = rollout
+    group_advantages: Callable | None = None  # None: the one of the algorithm
+    build_minibatches: Callable = build_minibatches
+    response_log_probs: Callable = response_log_probs
+    loss: Callable | None = None  # None: the one of the algorithm
 
 
 # ---- what is printed, and what is written to disk ------------------------------------------------
@@ -897,7 +931,8 @@ def fingerprint(cfg, questions):
 
 
 def load_state(cfg, questions):
-    """The state of the run in output_dir, or None. ValueError: the saved run has other settings."""
+    """The state of the run in output_dir, or None. ValueError: the saved run has other settings.
+    SystemExit: state.pt is damaged."""
     path = Path(cfg.output_dir, "state.pt")
     if not path.exists():
         return None
@@ -910,8 +945,9 @@ def load_state(cfg, questions):
         if name not in MAY_CHANGE and value != now[name]:
             changed.append(name)
     if changed:
-        raise ValueError(f"the run that is saved there has another {', '.join(changed)}. "
-                         "Choose another --output_dir")
+        hint = " (they also change with --eval_size)" if "questions" in changed else ""
+        raise ValueError(f"the run that is saved there has other values of {', '.join(changed)}"
+                         f"{hint}. Choose another --output_dir")
     tqdm.write(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
                "(with another value, the learning rate jumps)")
     report(state["rows"], state["results"], cfg)
@@ -919,18 +955,6 @@ def load_state(cfg, questions):
 
 
 # ---- the command line ----------------------------------------------------------------------------
-
-
-@dataclass
-class Parts:
-    """The functions that train(), train_step(), evaluate() and main() let you replace by name."""
-    reward: Callable = correctness_reward
-    encode_prompts: Callable = encode_prompts
-    rollout: Callable = rollout
-    group_advantages: Callable | None = None  # None: the one of the algorithm
-    build_minibatches: Callable = build_minibatches
-    response_log_probs: Callable = response_log_probs
-    loss: Callable | None = None  # None: the one of the algorithm
 
 
 @contextlib.contextmanager
@@ -955,7 +979,8 @@ UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 @torch.no_grad()
 def check_model(model, tokenizer, questions, cfg, **replaced):
-    """Try everything with two responses of eight tokens before the long work begins.
+    """Try prompts, sampler, log-probs and reward with two responses of eight tokens before the long
+    work begins. The loss is not tried.
 
     Returns the number of tokens of the longest possible text. ValueError: this script cannot sample
     from the model or score what it sampled. RewardError: as in score."""
@@ -999,6 +1024,7 @@ def prepare(cfg, replaced):
         state = load_state(cfg, questions)
     with exits_with(f"--model {cfg.model} --device {cfg.device}"):
         model, tokenizer = load(cfg.model, cfg.device)
+    with exits_with(f"trial of --model {cfg.model} with the prompts and the reward"):
         length = check_model(model, tokenizer, questions + held_out, cfg, **replaced)
         if model.device.type == "cuda" and not cfg.micro_batch_tokens:
             tokens = fitting_micro_batch_tokens(model, length, torch.cuda.mem_get_info()[0])
@@ -1030,7 +1056,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
 
     def stop(number, frame):
         stopped.append(number)
-        signal.signal(number, handlers[number])
+        for other, handler in handlers.items():
+            signal.signal(other, handler)
         tqdm.write("This step will be finished and saved. A second signal stops at once.")
 
     if threading.current_thread() is threading.main_thread():
@@ -1045,9 +1072,11 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
         tqdm.write("What was saved is intact. Correct the reward function, and run the same "
                    "command again to resume the run.")
         raise
-    except (KeyboardInterrupt, FloatingPointError, torch.OutOfMemoryError) as error:
-        sys.exit(f"train_math.py: {error!r}. What was saved is intact. If memory ran out, run the "
-                 "same command with a lower --micro_batch_tokens or --rollout_rows")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"train_math.py: {error!r}. What was saved is intact. Run the same command with a "
+                 "lower --micro_batch_tokens or --rollout_rows")
+    except (KeyboardInterrupt, FloatingPointError) as error:
+        sys.exit(f"train_math.py: {error!r}. What was saved is intact")
     finally:
         lock.release()
         for number, handler in handlers.items():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def read(path):
-    """The rows of a .jsonl file. A last line that is incomplete, because its writer was killed, is
-    left out."""
+    """The rows of a .jsonl file. A line that is incomplete, because its writer was killed, is left
+    out."""
     path = Path(path)
     rows = []
     if path.exists():
@@ -26,8 +26,13 @@ def read(path):
 
 
 def append(path, row):
-    """Adds one row to the file."""
+    """Adds one row to the file, on a line of its own even if the last line is incomplete."""
+    path = Path(path)
+    written = path.read_bytes() if path.exists() else b""
+    is_incomplete = written and not written.endswith(b"\n")
     with open(path, "a", encoding="utf-8") as file:
+        if is_incomplete:
+            file.write("\n")
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

@@ -79,7 +79,8 @@ def main(argv=None):
     if args.output_dir.exists():
         parser.error(f"--output_dir {args.output_dir} exists already: choose a new folder")
     with train_math.exits_with(f"--dataset {args.dataset}"):
-        cfg = train_math.Settings(dataset=args.dataset, eval_size=1)
+        # With the largest eval_size, no question that train_math.py may hold out is trained on.
+        cfg = train_math.Settings(dataset=args.dataset, eval_size=2**31 - 1)
         questions, _ = train_math.load_questions(cfg)
     with train_math.exits_with(f"--model {args.model}, --device {args.device}"):
         model, tokenizer = train_math.load(args.model, args.device)

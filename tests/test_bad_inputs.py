@@ -85,7 +85,7 @@ BAD_INPUTS = {
     "no name of a dataset": (flag("dataset", ""), ["--dataset"]),
     "a folder without a train file": (
         dataset("data/test.jsonl", rows()),
-        ["train"],
+        ["there is no train part, only test"],
     ),
     "a line that is not JSON": (
         dataset("q.jsonl", rows() + "{'question': 1}\n" + rows()),

@@ -42,6 +42,12 @@ def test_a_message_says_what_was_found_and_what_to_do(message, change):
         gspo.gspo_loss(new, old, advantages, **{"mask": mask} | change)
 
 
+def test_equal_rewards_give_exactly_0_even_without_std_eps():
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0])
+    advantages = gspo.group_advantages(rewards, 3, std_eps=0)
+    assert advantages[:3].tolist() == [0, 0, 0] and advantages.isfinite().all()
+
+
 TWO = (2, 5), (2, 5)
 
 

@@ -16,6 +16,8 @@ def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path):
     with open(path, "ab") as file:
         file.write('{"step": 3, "word": "−'.encode()[:-1])
     assert logs.read(path) == [*rows, {"step": 2, "word": "−5"}]
+    logs.append(path, {"step": 4})
+    assert logs.read(path) == [*rows, {"step": 2, "word": "−5"}, {"step": 4}]
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -4,7 +4,10 @@ import copy
 import gc
 import json
 import math
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +85,9 @@ FAULTY_REWARDS = {
 }
 
 
+HERE = f"{__file__}, line {a_reward_that_raises.__code__.co_firstlineno + 1}"
+
+
 class TestAFaultyReward:
     @pytest.mark.parametrize("fault", FAULTY_REWARDS)
     def test_ends_in_one_line_before_the_first_rollout(self, command, tmp_path, fault):
@@ -95,7 +101,7 @@ class TestAFaultyReward:
         "reward, said",
         [
             (an_async_reward, "an_async_reward returned <coroutine"),
-            (a_reward_that_raises, "a_reward_that_raises raised OSError('HTTP 503')"),
+            (a_reward_that_raises, "a_reward_that_raises raised OSError('HTTP 503') in " + HERE),
             (lambda prompts, answers: [0.0], "unexpected keyword argument"),
         ],
     )
@@ -248,6 +254,19 @@ class TestTrain:
         rows = read(tmp_path / "metrics.jsonl")
         assert rows[0]["settings"] and rows[1]["step"] == 1
 
+    def test_of_a_model_on_another_device_is_refused(self, fresh):
+        with pytest.raises(ValueError, match="is on cpu, but cfg.device is meta"):
+            train_math.train(settings(device="meta"), *fresh, sums(8), reward=parity_reward)
+
+    def test_with_numbers_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
+        cfg = settings(output_dir=tmp_path, learning_rate=np.float64(1e-3), seed=np.int64(3),
+                       max_steps=1)
+        assert [type(x) for x in (cfg.output_dir, cfg.learning_rate, cfg.seed)] == [str, float, int]
+        train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
+        assert len(train_math.load_state(cfg, sums(8))["rows"]) == 2
+        with pytest.raises(ValueError, match="eps_low 0"):
+            settings(eps_low=np.float64(0))
+
     def test_into_the_folder_of_another_run_is_refused(self, fresh, tmp_path):
         cfg = settings(output_dir=str(tmp_path), max_steps=1)
         train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
@@ -307,6 +326,43 @@ class TestTrain:
     def test_refuses_a_part_that_it_does_not_know(self, fresh):
         with pytest.raises(TypeError, match="rewards"):
             train_math.train(settings(), *fresh, sums(8), rewards=parity_reward)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames the method
+def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
+    """Gradient checkpointing keeps less for the backward pass, and changes no number."""
+    page = Path(__file__).parents[1] / "experiments" / "own_task.md"
+    code = re.search(r"def checkpointed_log_probs.*?\n\n", page.read_text("utf-8"), re.DOTALL)
+    names = {"train_math": train_math}
+    exec(code[0], names)
+    weights = []
+    kept = []
+    for parts in {}, {"response_log_probs": names["checkpointed_log_probs"]}:
+        model = copy.deepcopy(fresh[0])
+        if parts:
+            model.gradient_checkpointing_enable()
+        numbers = 0
+
+        def count(x):
+            nonlocal numbers
+            numbers += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            rows = train_math.train(settings(max_steps=2), model, fresh[1], sums(8),
+                                    reward=parity_reward, **parts)
+        assert rows[-1]["log_ratio_first_max"] == 0 and not model.training
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        kept.append(numbers)
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], torch.cat([p.flatten() for p in fresh[0].parameters()]))
+    assert kept[1] < kept[0] / 2
+
+
+def test_the_answers_of_an_evaluation_have_the_gold_answer_whatever_its_kind(fresh):
+    questions = [row | {"answer": answer} for row, answer in zip(sums(3), ("Paris", 7, "x #### 8"))]
+    row = train_math.evaluate(*fresh, questions, settings(), reward=parity_reward)
+    assert [result["gold"] for result in row["eval_results"]] == ["Paris", "7", "8"]
 
 
 class TestWhatAReviewFound:

@@ -796,18 +796,20 @@ class TestResuming:
 
     @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    @pytest.mark.parametrize("times", [1, 2])
+    @pytest.mark.parametrize("times, second", [(1, None), (2, None), (2, signal.SIGINT)])
     def test_after_a_signal_equals_a_run_never_stopped(
-        self, command, whole, tmp_path, capsys, number, times
+        self, command, whole, tmp_path, capsys, number, times, second
     ):
         """The signal comes in the middle of step 3 of 6. After one signal, the step is finished and
-        saved. After two, the run ends at once. Afterwards, the earlier handlers are in place."""
+        saved. After two, which may be different ones, the run ends at once. Afterwards, the earlier
+        handlers are in place."""
         training = itertools.count(1)
 
         def reward(prompts, completions, **columns):
             if len(completions) == 16 and next(training) == 3:
-                for _ in range(times):
-                    os.kill(os.getpid(), number)
+                os.kill(os.getpid(), number)
+                if times == 2:
+                    os.kill(os.getpid(), second or number)
             return parity_reward(prompts, completions)
 
         before = signal.signal(number, signal.default_int_handler)
@@ -869,18 +871,18 @@ class TestResuming:
     @pytest.mark.parametrize(
         "flags, words",
         [
-            (["--seed", "1"], "another seed."),
-            (["--group_size", "2"], "another group_size."),
-            (["--epochs", "2", "--temperature", "0.9"], "another epochs, temperature."),
-            (["--algorithm", "grpo"], "another algorithm, eps_low, eps_high."),
-            (["--learning_rate", "1"], "another learning_rate."),
-            (["--prompts_per_step", "8"], "another prompts_per_step."),
-            (["--minibatches", "2"], "another minibatches."),
-            (["--instruction", "Hm."], "another instruction."),
-            (["--max_completion_length", "7"], "another max_completion_length."),
-            (["--model", "other"], "another model."),
-            (["--eval_size", "2"], "another questions."),
-            (["--dataset", "changed.jsonl"], "another questions."),
+            (["--seed", "1"], "other values of seed."),
+            (["--group_size", "2"], "other values of group_size."),
+            (["--epochs", "2", "--temperature", "0.9"], "other values of epochs, temperature."),
+            (["--algorithm", "grpo"], "other values of algorithm, eps_low, eps_high."),
+            (["--learning_rate", "1"], "other values of learning_rate."),
+            (["--prompts_per_step", "8"], "other values of prompts_per_step."),
+            (["--minibatches", "2"], "other values of minibatches."),
+            (["--instruction", "Hm."], "other values of instruction."),
+            (["--max_completion_length", "7"], "other values of max_completion_length."),
+            (["--model", "other"], "other values of model."),
+            (["--eval_size", "2"], "questions (they also change with --eval_size)."),
+            (["--dataset", "changed.jsonl"], "questions (they also change with --eval_size)."),
         ],
     )
     def test_refuses_another_run_by_what_it_has_changed(

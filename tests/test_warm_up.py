@@ -88,6 +88,23 @@ def test_refuses_a_missing_model_or_dataset_in_one_line(tmp_path, monkeypatch, f
     assert not Path("out").exists()
 
 
+def test_does_not_train_on_what_train_math_holds_out(tmp_path, monkeypatch):
+    asked = []
+
+    def supervise(model, tokenizer, draw_row, *rest, **more):
+        asked.extend(draw_row()["question"] for _ in range(500))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warm_up, "supervise", supervise)
+    monkeypatch.setattr(train_math, "load", lambda name, device: (None, None))
+    path = write_jsonl(tmp_path / "q.jsonl", sums(50))
+    with pytest.raises(KeyboardInterrupt):
+        warm_up.main(["--steps", "1", "--dataset", path, "--output_dir", str(tmp_path / "out")])
+    questions, held_out = train_math.load_questions(train_math.Settings(dataset=path))
+    assert len(held_out) == 10
+    assert set(asked) == {row["question"] for row in questions}
+
+
 @pytest.mark.parametrize("flag", ["--steps", "--batch_size", "--learning_rate"])
 def test_refuses_a_size_of_nothing(flag, capsys):
     with pytest.raises(SystemExit):
