@@ -120,7 +120,7 @@ class Settings:
         for name, value in vars(self).items():
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
-            elif hasattr(value, "item"):  # a number of numpy, which state.pt cannot hold
+            elif hasattr(value, "item"):  # a number of numpy or torch, which the logs cannot hold
                 value = value.item()
             setattr(self, name, value)
             least = {"seed": 0, "eval_size": 0, "group_size": 2}.get(name, 1e-12)
@@ -722,8 +722,9 @@ def check_arguments(cfg, model, questions, state):
     if any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
         raise ValueError(f"the model is in {model.dtype}. In half precision, most updates round to "
                          "nothing. Load it in float32: from_pretrained(..., dtype=torch.float32)")
-    if model.device.type != torch.device(cfg.device).type:
-        raise ValueError(f"the model is on {model.device}, but cfg.device is {cfg.device}")
+    device = next(model.parameters()).device
+    if device.type != torch.device(cfg.device).type:
+        raise ValueError(f"the model is on {device}, but cfg.device is {cfg.device}")
     if cfg.output_dir:
         os.makedirs(cfg.output_dir, exist_ok=True)
         found = {"metrics.jsonl", "state.pt", "model"} & set(os.listdir(cfg.output_dir))
@@ -1024,7 +1025,7 @@ def prepare(cfg, replaced):
         state = load_state(cfg, questions)
     with exits_with(f"--model {cfg.model} --device {cfg.device}"):
         model, tokenizer = load(cfg.model, cfg.device)
-    with exits_with(f"trial of --model {cfg.model} with the prompts and the reward"):
+    with exits_with(f"--model {cfg.model} --device {cfg.device}, tried with prompts and reward"):
         length = check_model(model, tokenizer, questions + held_out, cfg, **replaced)
         if model.device.type == "cuda" and not cfg.micro_batch_tokens:
             tokens = fitting_micro_batch_tokens(model, length, torch.cuda.mem_get_info()[0])

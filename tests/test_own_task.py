@@ -7,7 +7,6 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -259,13 +258,15 @@ class TestTrain:
             train_math.train(settings(device="meta"), *fresh, sums(8), reward=parity_reward)
 
     def test_with_numbers_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
-        cfg = settings(output_dir=tmp_path, learning_rate=np.float64(1e-3), seed=np.int64(3),
+        number = torch.tensor([1e-3, 0], dtype=torch.float64).numpy()
+        cfg = settings(output_dir=tmp_path, learning_rate=number[0], seed=torch.tensor(3),
                        max_steps=1)
+        assert type(number[0]) is not float
         assert [type(x) for x in (cfg.output_dir, cfg.learning_rate, cfg.seed)] == [str, float, int]
         train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
         assert len(train_math.load_state(cfg, sums(8))["rows"]) == 2
         with pytest.raises(ValueError, match="eps_low 0"):
-            settings(eps_low=np.float64(0))
+            settings(eps_low=number[1])
 
     def test_into_the_folder_of_another_run_is_refused(self, fresh, tmp_path):
         cfg = settings(output_dir=str(tmp_path), max_steps=1)
