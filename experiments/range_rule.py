@@ -174,7 +174,7 @@ def tables(rows):
 
 def draw(rows, path):
     """Accuracy against the clip range in units of the movement, for few and for many updates."""
-    figure = Figure((11, 5), layout="constrained")
+    figure = Figure((11, 6.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     gaps = []
     for key in settings():
@@ -201,7 +201,7 @@ def draw(rows, path):
                  ylim=(0, 100), title=title)
         axis.axvline(RULE, color="gray", linewidth=0.8)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="lower left",
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12),
                     title="bold: mean; thin: one starting model; gray: the rule")
     axes[0].set_ylabel("sampled accuracy after GSPO (%)")
     close = sum(gap <= 5 for gap in gaps)
