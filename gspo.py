@@ -14,8 +14,9 @@ Shapes: B is the number of responses; the `group_size` responses to one prompt a
 the padded response length, and V is the size of the vocabulary. `log_probs` and `old_log_probs`
 (B, T) hold log \pi_\theta(y_{i,t} | x, y_{i,<t}) under the current policy and under the policy that
 sampled. `mask` (B, T) is 1 on response tokens, including the end token, and 0 elsewhere. On
-response tokens, log-probs are finite and differ by less than 88, where a float32 ratio overflows.
-Equations have their numbers in arXiv v2, and names, since other versions may number differently.
+response tokens, log-probs are finite, and the two log-probs of a token differ by less than 88,
+where a float32 ratio overflows. Equation numbers are those of arXiv v2. Equations also have names,
+because other versions may number them differently.
 
 Promises:
   - Every function computes in float32 or higher precision, whatever the dtype of its input
@@ -107,8 +108,9 @@ def group_advantages(rewards, group_size, std_eps=1e-4):
 
     rewards (B,), where each `group_size` adjacent ones belong to one prompt -> (B,). The standard
     deviation is that of a sample (n - 1), as in torch, TRL and verl. std_eps has the unit of the
-    rewards. A group of equal rewards gives exactly 0. ValueError: rewards that are not (B,) or not
-    finite; a group_size below 2, or one that does not divide B."""
+    rewards. It is not in the paper, and avoids a division by 0. A group of equal rewards gives
+    exactly 0. ValueError: rewards that are not (B,) or not finite; a group_size below 2, or one
+    that does not divide B."""
     _require(rewards.dim() == 1, rewards=rewards)
     n = len(rewards)
     if group_size < 2 or n % group_size:
@@ -116,11 +118,11 @@ def group_advantages(rewards, group_size, std_eps=1e-4):
     if not rewards.isfinite().all():
         raise ValueError("rewards must be finite, but there is a NaN or an infinity among them")
     groups = _float(rewards).reshape(-1, group_size)
-    # This changes no advantage, and it makes equal rewards 0 before a mean can round them.
+    # Subtracting the first reward changes no advantage, but it makes equal rewards exactly 0.
     groups = groups - groups[:, :1]
     centred = groups - groups.mean(dim=1, keepdim=True)
     advantages = centred / (groups.std(dim=1, keepdim=True) + std_eps)
-    return advantages.masked_fill(centred == 0, 0).flatten()  # without it, std_eps=0 gives 0 / 0
+    return advantages.masked_fill(centred == 0, 0).flatten()  # not 0 / 0 if std_eps=0
 
 
 def token_log_probs(logits, tokens, temperature=1.0):

@@ -1,7 +1,7 @@
 r"""Fine-tune a small language model with GSPO on questions whose answers can be checked.
 
     python train_math.py              Qwen2.5-0.5B-Instruct on GSM8K, on one CUDA GPU
-    python -m lesson.tiny             the same script on a tiny model: any CPU, about a minute
+    python -m lesson.tiny             the same script on a tiny model: any CPU, one or two minutes
 
 The maths is in gspo.py, which is the only other project file that this script needs. Read
 train_step first, and then the functions that it calls, which follow it in this order: rollout,
@@ -11,8 +11,10 @@ loss of your own, add an entry to ALGORITHMS. To use a model that you have loade
 `train(...)`.
 
 In this file a *step* is one rollout with all its updates. (In TRL and Hugging Face, a step is one
-optimizer step.) log s is the logarithm of a response's importance ratio. This script does not
-support several GPUs, a KL penalty, an inference engine or a learning rate warm-up.
+optimizer step.) log s is the logarithm of a response's importance ratio. Some choices are fixed:
+AdamW without weight decay, a gradient norm of at most 1, a learning rate that falls linearly to a
+tenth, and the same minibatches in every epoch. This script does not support several GPUs, a KL
+penalty, an inference engine or a learning rate warm-up.
 """
 import contextlib
 import copy
@@ -168,7 +170,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
     rewards = score(parts.reward, questions, rollout.texts)
     advantages = group_advantages(rewards, cfg.group_size)
 
-    # 3 REMEMBER the old log-probs. They are computed by the forward of the update, on the same
+    # 3 REMEMBER the old log-probs. They are computed by the forward pass of the update, on the same
     # micro-batches, and not by the sampler. The sampler rounds differently, and this difference
     # can be as large as GSPO's clip range. This way, only a change of the weights moves the ratio.
     prompts = [prompt for prompt in rollout.prompts for _ in range(cfg.group_size)]
@@ -249,7 +251,9 @@ def rollout_metrics(rollout, minibatches, advantages, cfg):
 
 
 def update_metrics(updates, grad_norms, cfg):
-    """updates: for each optimizer step, a list of (micro-batch, log-probs, loss)."""
+    """The metrics of the updates.
+
+    updates: for each optimizer step, a list of (micro-batch, log-probs, loss)."""
     clips_responses = ALGORITHMS[cfg.algorithm].ratio == "sequence"
     log_s = []  # for each optimizer step: the logs of the responses' importance ratios
     clipped_tokens = 0
@@ -273,7 +277,8 @@ def update_metrics(updates, grad_norms, cfg):
     return {
         "loss": total_loss / n,  # a value close to 0 is normal
         "grad_norm": sum(grad_norms) / n,  # before it is clipped to 1
-        "clip_fraction": clipped_tokens / max(1, all_tokens),  # share of the response tokens
+        # The share of the response tokens. Responses with advantage 0 are not in the minibatches.
+        "clip_fraction": clipped_tokens / max(1, all_tokens),
         # The largest |log s| before the first optimizer step, which must be 0, and the standard
         # deviation of log s after it. Both are per response, for every algorithm.
         "log_ratio_first_max": torch.cat(log_s[0]).abs().max().item() if log_s else None,

@@ -1,10 +1,12 @@
 """The cost and the messages of gspo.py's checks. test_gspo.py tests which inputs they refuse."""
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import gspo
+from common.tiny_model import tiny_model, tiny_tokenizer
 from test_gspo import RANGE, example
 
 
@@ -80,3 +82,38 @@ def test_a_message_names_all_shapes(function, shapes, found):
 
 def test_the_file_tells_its_version():
     assert gspo.__version__.count(".") == 2
+
+
+def test_the_loop_on_the_page_makes_the_updates_of_gspo():
+    """With one minibatch, all ratios are 1: the gradient is that of the mean over the responses of
+    the advantage times the mean log-prob. With several, later minibatches can be clipped."""
+    page = (Path(__file__).parents[1] / "experiments" / "PASTE.md").read_text("utf-8")
+    block = r"```python\n(import torch\nfrom gspo import group_advantages.*?)```"
+    code = re.search(block, page, re.DOTALL)
+    names = {}
+    exec(code[1], names)
+    model = tiny_model(tiny_tokenizer(), seed=0)
+    torch.manual_seed(0)
+    ids = torch.randint(5, 20, (8, 9))
+    mask = torch.arange(8) >= torch.randint(1, 7, (8, 1))
+    rewards = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1])
+    before = [p.detach().clone() for p in model.parameters()]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    names["update"](model, optimizer, ids, mask, rewards, 4, minibatches=1)
+    moved = [old - new.detach() for old, new in zip(before, model.parameters())]
+
+    for new, old in zip(model.parameters(), before):
+        new.data = old.clone()
+    log_probs = gspo.token_log_probs(model(ids).logits[:, :-1], ids[:, 1:])
+    mean = (log_probs * mask).sum(1) / mask.sum(1)
+    (-(gspo.group_advantages(rewards, 4) * mean).mean()).backward()
+    gradient = [p.grad for p in model.parameters()]
+    assert max(g.abs().max() for g in gradient) > 1e-3
+    for got, expected in zip(moved, gradient):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-3)
+
+    steps = []
+    optimizer.step = lambda: steps.append([p.grad.abs().max() for p in model.parameters()])
+    names["update"](model, optimizer, ids, mask, rewards, 4)
+    assert len(steps) == 4
