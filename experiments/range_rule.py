@@ -202,7 +202,7 @@ def draw(rows, path):
         axis.axvline(RULE, color="gray", linewidth=0.8)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12),
-                    title="bold: mean; thin: one starting model; gray: the rule")
+                    title="bold: mean; thin: one starting model; gray line: 0.5 times")
     axes[0].set_ylabel("sampled accuracy after GSPO (%)")
     close = sum(gap <= 5 for gap in gaps)
     figure.suptitle(f"A lower range of {RULE} times log_ratio_std is at most 5 points below the "
