@@ -111,8 +111,8 @@ class Settings:
     max_completion_length: int = flag(512, "tokens per response; a longer response is cut")
     # Memory and evaluation
     micro_batch_tokens: int | None = flag(
-        None, "tokens per forward in the update; default: chosen from the free GPU memory, on a "
-              "CPU 1024")
+        None, "tokens per forward pass in the update; default: chosen from the free GPU memory, on "
+              "a CPU 1024")
     rollout_rows: int = flag(256, "responses sampled at once")
     save_steps: int = flag(25, "rollouts between two evaluations, each of which saves the run")
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
@@ -219,8 +219,8 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
 def tf32_matmuls():
     """TF32 for the matrix products of the backward pass, which makes them faster on CUDA.
 
-    It changes a gradient by a relative error of about 1e-3. The forward that computes log s stays
-    in float32: TF32 would change log s by 2e-4, which is almost as large as GSPO's clip range. (The
+    It changes a gradient by a relative error of about 1e-3. The forward pass, which computes log s,
+    stays in float32: TF32 would change log s by 2e-4, almost as much as GSPO's clip range. (The
     head is computed again in the backward pass, in TF32.) On CPUs this setting has no effect."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
@@ -355,7 +355,7 @@ def rollout(model, prompts, group_size, max_length, temperature, end_ids):
     if temperature and torch.cuda.is_bf16_supported(including_emulation=False):
         # Responses to train on are sampled with a bf16 copy of the weights, because this takes less
         # than half of the time. The old log-probs do not come from this sampler but from the
-        # forward of the update, so that the importance ratios stay exact. The cost is that the
+        # forward pass of the update, so that the importance ratios stay exact. The cost is that the
         # responses come from a slightly different policy, as with any inference engine. The metric
         # sampler_gap measures this difference. Its effect on training was only measured on a tiny
         # model, where the sampler was rounded on purpose (experiments/engine.md).
@@ -879,7 +879,7 @@ def notes(rows):
     found = []
     if row.get("log_ratio_first_max"):
         found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
-                     "two forwards round differently")
+                     "two forward passes round differently")
     if row["step"] == 3 and all(row["equal_reward_groups"] == 1 for row in rows[1:]):
         found.append("no gradient in three steps, because the rewards within each group are equal "
                      f"(mean {row['reward']:.3g}; {row['cut']:.0%} of the responses are cut). Try "
@@ -1015,7 +1015,8 @@ def check_model(model, tokenizer, questions, cfg, **replaced):
     gap = (log_probs.sum(1) - rollout.log_probs.sum(1)).abs().max().item()
     if not gap < 1e-3:
         raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
-                         "sampling and the full forward: its cache, padding or head is unsupported")
+                         "sampling and the full forward pass: its cache, padding or head is "
+                         "unsupported")
     score(parts.reward, [questions[0]] * 2, rollout.texts)
     return length
 
