@@ -300,7 +300,8 @@ def test_the_committed_logs_give_the_published_numbers(
 
 
 @pytest.mark.parametrize("name", [
-    f"{algorithm}_{seed}" for algorithm in ("gspo_wide", "grpo", "gspo") for seed in range(3)])
+    *(f"{algorithm}_{seed}" for algorithm in ("gspo_wide", "grpo", "gspo") for seed in range(3)),
+    "gspo_wide_3", "gspo_wide_4", "gspo_wide_5"])
 def test_the_page_has_a_line_for_each_run(name, logged):
     """The line has the greedy accuracy, its difference from the pre-trained model, without and with
     the calculation given, and the sampled accuracy."""
@@ -316,6 +317,22 @@ def test_the_page_has_a_line_for_each_run(name, logged):
     found = [line for line in PAGE.splitlines() if f"`{name}` |" in line]
     for figure in accuracy_text(sums.correct(after)), *changes, f"| {sampled} |":
         assert figure in found[0]
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_the_page_has_the_calculation_begun_for_both_models(seed, logged):
+    folder = logged / f"gspo_wide_{seed}"
+    before, after, plain = (
+        sums.correct(sorted(rows, key=lambda row: row["question"])) for rows in (
+            read(folder / "before_given.jsonl"), read(folder / "after_given.jsonl"),
+            sums.load_run(folder)[2]["after", 0.0]))
+    (line,) = [line for line in PAGE.splitlines()
+               if line.startswith(f"| `gspo_wide_{seed}` |") and "| 69.5% |" in line]
+    change, _ = gain_text(before, after).split(", p = ")
+    assert change.replace("95%: ", "").replace("%", "") in line
+    assert f"| {accuracy_text(after).split(' ')[0]} |" in line
+    added = 100 * (sum(after) - sum(plain)) / 256
+    assert (f"{added:+.1f} (" if added else "| 0.0 |") in line
 
 
 class TestRange:
