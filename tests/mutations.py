@@ -23,7 +23,8 @@ import pytest
 
 from common import logs
 
-TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers", "test_script")
+TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers", "test_script",
+         "test_bad_inputs")
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, And Or, BitAnd BitOr"
 SWAPPED = {ast.Mod: ast.Mult, ast.FloorDiv: ast.Div, ast.Pow: ast.Mult}
 for pair in PAIRS.split(", "):
