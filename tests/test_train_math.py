@@ -812,13 +812,16 @@ class TestResuming:
                     os.kill(os.getpid(), second or number)
             return parity_reward(prompts, completions)
 
-        before = signal.signal(number, signal.default_int_handler)
+        before = {}
+        for each in signal.SIGINT, signal.SIGTERM:  # a program in the background ignores SIGINT
+            before[each] = signal.signal(each, signal.default_int_handler)
         try:
             with pytest.raises(SystemExit) as stop:
                 run(command, tmp_path / "a", reward=reward)
-            assert signal.getsignal(number) is signal.default_int_handler
+            assert all(signal.getsignal(each) is signal.default_int_handler for each in before)
         finally:
-            signal.signal(number, before)
+            for each, handler in before.items():
+                signal.signal(each, handler)
         shown = capsys.readouterr().out
         assert "This step will be finished and saved" in shown
         assert "no gradient" not in shown, "there was one"
