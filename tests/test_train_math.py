@@ -306,10 +306,12 @@ class TestTraining:
             assert list(itertools.islice(batches, 2 * n)) == old * 2
         assert spy.rates[::4] == pytest.approx([1e-3, 0.55e-3, 1e-4]), "to a tenth at max_steps"
 
-    def test_has_one_step_at_the_full_learning_rate(self, fresh, monkeypatch):
+    @pytest.mark.parametrize("max_steps, last", [(1, 1e-3), (2, 1e-4)])
+    def test_begins_at_the_full_learning_rate(self, fresh, monkeypatch, max_steps, last):
         spy = Spy(monkeypatch)
-        train_math.train(settings(max_steps=1), *fresh, sums(4), reward=parity_reward)
-        assert set(spy.rates) == {1e-3}
+        train_math.train(settings(max_steps=max_steps), *fresh, sums(4), reward=parity_reward)
+        assert spy.rates[0] == 1e-3
+        assert spy.rates[-1] == pytest.approx(last)
 
     def test_measures_what_the_names_of_the_metrics_say(self, fresh, monkeypatch):
         spy = Spy(monkeypatch)
