@@ -914,7 +914,7 @@ def report(rows, results, cfg):
 
 
 def write_lines(rows, path):
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
 
 

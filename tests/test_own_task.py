@@ -1,6 +1,7 @@
 """train_math.py with a reward, an algorithm or a training loop of the user's own."""
 
 import copy
+import datetime
 import gc
 import json
 import math
@@ -364,6 +365,13 @@ def test_the_answers_of_an_evaluation_have_the_gold_answer_whatever_its_kind(fre
     questions = [row | {"answer": answer} for row, answer in zip(sums(3), ("Paris", 7, "x #### 8"))]
     row = train_math.evaluate(*fresh, questions, settings(), reward=parity_reward)
     assert [result["gold"] for result in row["eval_results"]] == ["Paris", "7", "8"]
+
+
+def test_an_answer_of_any_kind_can_be_logged(fresh, tmp_path):
+    held_out = [row | {"answer": datetime.date(2025, 7, 24)} for row in sums(2)]
+    cfg = settings(output_dir=str(tmp_path), max_steps=1)
+    train_math.train(cfg, *fresh, sums(8), held_out, reward=parity_reward)
+    assert {row["gold"] for row in read(tmp_path / "eval_0.jsonl")} == {"2025-07-24"}
 
 
 class TestWhatAReviewFound:
