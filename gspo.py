@@ -1,8 +1,7 @@
 r"""GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): the maths only.
 
-These are pure functions on tensors. They need torch alone, so the file can be copied anywhere.
-They do not sample, score, shard or train (train_math.py trains), and they have no KL penalty
-(the paper leaves it out for brevity).
+Pure functions on tensors, which need torch alone: copy this file anywhere. `python gspo.py` prints
+an example that can be checked with a pencil. train_math.py trains with these functions.
 
 The idea: the policy gradient raises the probability of a response whose reward is above the mean
 of its group, and lowers that of a response below it. Several updates are made on one rollout. Each
@@ -10,96 +9,26 @@ response therefore has an importance ratio s, which compares the current policy 
 that sampled it. Clipping removes a response from the gradient once s has moved beyond the clip
 range in the direction that its advantage favours. It does not keep s inside the range.
 
-Shapes: B is the number of responses; the `group_size` responses to one prompt are adjacent. T is
-the padded response length, and V is the size of the vocabulary. `log_probs` and `old_log_probs`
-(B, T) hold log \pi_\theta(y_{i,t} | x, y_{i,<t}) under the current policy and under the policy that
-sampled. `mask` (B, T) is 1 on response tokens, including the end token, and 0 elsewhere. On
-response tokens, log-probs are finite, and the two log-probs of a token differ by less than 88,
-where a float32 ratio overflows. Equation numbers are those of arXiv v2. Equations also have names,
-because other versions may number them differently.
+Shapes: B responses, of which each `group_size` adjacent ones answer one prompt; T tokens, padded;
+V words in the vocabulary. `log_probs` and `old_log_probs` (B, T) are log \pi_\theta(y_{i,t} | x,
+y_{i,<t}) under the current policy and under the policy that sampled. `mask` (B, T) is 1 on response
+tokens, including the end token, and 0 elsewhere. Equation numbers are those of arXiv v2.
 
-Promises:
-  - Every function computes in float32 or higher precision, whatever the dtype of its input
-    (bfloat16 cannot even represent 1 + 3e-4).
-  - In the padding, log-probs, ratios and advantages may hold any value, including NaN and -inf.
-    This changes neither values nor gradients. (token_log_probs has no mask. Its logits must be
-    finite and its tokens valid ids, also in the padding.)
-  - In a loss, a response without tokens has value 0 and gradient 0, and it still counts in the
-    mean over responses.
-  - `old_log_probs` never gets a gradient.
-  - A loss is a sum over responses divided by `denominator`, a positive number (default: B).
-    Micro-batches, gradient accumulation and data parallelism are exact if every call gets the
-    same denominator: the number of responses in the whole optimizer step, divided by the number
-    of ranks if gradients are averaged over ranks.
-  - Shapes that do not match, and arguments that are out of range, raise a ValueError that says
-    what was found. A mask on a GPU is trusted, because reading its values would make the CPU wait
-    for the GPU in every micro-batch: there, every value other than 1 counts as padding.
+Whoever pastes these functions can rely on this:
+  - They compute in float32 or higher. (bfloat16 cannot even represent 1 + 3e-4.)
+  - Padding may hold any value, also NaN: values and gradients stay the same. Only token_log_probs,
+    which has no mask, needs finite logits there.
+  - `old_log_probs` never gets a gradient. A response without tokens has loss 0 and gradient 0.
+  - A loss is a sum over responses divided by `denominator` (default: B). Micro-batches, gradient
+    accumulation and data parallelism are exact if every call gets the same denominator: the number
+    of responses in the whole optimizer step, divided by the number of ranks if gradients are
+    averaged over ranks.
+  - What does not fit raises a ValueError. (Values of a mask on a GPU are not checked, because this
+    would make the CPU wait. There, every value other than 1 counts as padding.)
 """
 import torch
 
 __version__ = "1.0.0"  # a pasted copy has no package metadata that could tell its version
-
-
-def _float(x):
-    """x in float32, or in float64 if it is float64 already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _require(shapes_match, **tensors):
-    """Raises a ValueError with the shape of each tensor unless `shapes_match`."""
-    if not shapes_match:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-        raise ValueError(f"these shapes do not match: {shapes}")
-
-
-def _boolean(mask):
-    """The mask as booleans. Values are read only if the mask is on the CPU and not boolean yet."""
-    if mask.dtype == torch.bool:
-        return mask
-    if mask.device.type == "cpu":
-        wrong = mask[(mask != 0) & (mask != 1)]
-        if len(wrong) > 0:
-            raise ValueError(f"mask must hold only 0 and 1, but it holds {wrong[0].item()}; if 0 "
-                             "marks the tokens, as in an additive mask, pass mask == 0")
-    return mask == 1
-
-
-def _check_clip_range(eps_low, eps_high):
-    """Raises a ValueError unless 0 < eps_low <= 1 and 0 < eps_high."""
-    if 0.9 <= eps_low < 1:
-        raise ValueError(f"eps_low is the distance of the lower bound from 1, not the bound: "
-                         f"instead of {eps_low} pass {1 - eps_low:.6g}, or 1 for no lower bound")
-    if not (0 < eps_low <= 1 and eps_high > 0):
-        raise ValueError(f"eps_low {eps_low} must be above 0 and at most 1, "
-                         f"and eps_high {eps_high} must be above 0")
-
-
-def _log_ratio(log_probs, old_log_probs, mask):
-    r"""log(\pi_\theta / \pi_{old}) of each token, (B, T); 0 on padding, no gradient to the old."""
-    match = mask.dim() == 2 and log_probs.shape == old_log_probs.shape == mask.shape
-    _require(match, log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
-    return (_float(log_probs) - _float(old_log_probs.detach())).masked_fill(~mask, 0)
-
-
-def _per_token(name, x, mask):
-    """x (B,) or (B, T) as (B, T), with 0 on padding."""
-    _require(mask.dim() == 2 and x.shape in (mask.shape, mask.shape[:1]), **{name: x, "mask": mask})
-    x = x if x.dim() == 2 else x[:, None]
-    return _float(x).expand(mask.shape).masked_fill(~mask, 0)
-
-
-def _token_mean(x, mask):
-    """The mean of x (B, T) over each response's tokens, (B,); 0 for a response without tokens."""
-    return x.masked_fill(~mask, 0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-
-
-def _loss(objective, denominator):
-    """Minus the sum of the objectives (B,) over the denominator: descent maximises them."""
-    if denominator is None:
-        denominator = len(objective)
-    elif not denominator > 0:
-        raise ValueError(f"denominator must be above 0, but it is {denominator}")
-    return -objective.sum() / denominator
 
 
 def group_advantages(rewards, group_size, std_eps=1e-4):
@@ -237,6 +166,71 @@ def clip_fraction(ratio, advantages, mask, eps_low, eps_high):
     above = (advantages > 0) & (ratio > 1 + eps_high)
     below = (advantages < 0) & (ratio < 1 - eps_low)
     return (above | below).sum() / mask.sum().clamp(min=1)
+
+
+# ---- helpers: precision, shapes, masks, and means ------------------------------------------------
+
+
+def _float(x):
+    """x in float32, or in float64 if it is float64 already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _require(shapes_match, **tensors):
+    """Raises a ValueError with the shape of each tensor unless `shapes_match`."""
+    if not shapes_match:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+        raise ValueError(f"these shapes do not match: {shapes}")
+
+
+def _boolean(mask):
+    """The mask as booleans. Values are read only if the mask is on the CPU and not boolean yet."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.device.type == "cpu":
+        wrong = mask[(mask != 0) & (mask != 1)]
+        if len(wrong) > 0:
+            raise ValueError(f"mask must hold only 0 and 1, but it holds {wrong[0].item()}; if 0 "
+                             "marks the tokens, as in an additive mask, pass mask == 0")
+    return mask == 1
+
+
+def _check_clip_range(eps_low, eps_high):
+    """Raises a ValueError unless 0 < eps_low <= 1 and 0 < eps_high."""
+    if 0.9 <= eps_low < 1:
+        raise ValueError(f"eps_low is the distance of the lower bound from 1, not the bound: "
+                         f"instead of {eps_low} pass {1 - eps_low:.6g}, or 1 for no lower bound")
+    if not (0 < eps_low <= 1 and eps_high > 0):
+        raise ValueError(f"eps_low {eps_low} must be above 0 and at most 1, "
+                         f"and eps_high {eps_high} must be above 0")
+
+
+def _log_ratio(log_probs, old_log_probs, mask):
+    r"""log(\pi_\theta / \pi_{old}) of each token, (B, T); 0 on padding, no gradient to the old."""
+    match = mask.dim() == 2 and log_probs.shape == old_log_probs.shape == mask.shape
+    _require(match, log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
+    return (_float(log_probs) - _float(old_log_probs.detach())).masked_fill(~mask, 0)
+
+
+def _per_token(name, x, mask):
+    """x (B,) or (B, T) as (B, T), with 0 on padding."""
+    _require(mask.dim() == 2 and x.shape in (mask.shape, mask.shape[:1]), **{name: x, "mask": mask})
+    x = x if x.dim() == 2 else x[:, None]
+    return _float(x).expand(mask.shape).masked_fill(~mask, 0)
+
+
+def _token_mean(x, mask):
+    """The mean of x (B, T) over each response's tokens, (B,); 0 for a response without tokens."""
+    return x.masked_fill(~mask, 0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+def _loss(objective, denominator):
+    """Minus the sum of the objectives (B,) over the denominator: descent maximises them."""
+    if denominator is None:
+        denominator = len(objective)
+    elif not denominator > 0:
+        raise ValueError(f"denominator must be above 0, but it is {denominator}")
+    return -objective.sum() / denominator
 
 
 if __name__ == "__main__":  # a worked example that can be checked with a pencil

@@ -16,12 +16,13 @@ import time
 import torch
 
 import train_math
+from support import sampling
 
 VARIANTS = {  # (what replaces the rollout, settings)
     "default": (None, {}),
-    "float32 sampler": (train_math.static_rollout, {}),
-    "1024 tokens per micro-batch": (None, {"micro_batch_tokens": 1024}),
-    "dynamic sampler, 1024 tokens": (train_math.dynamic_rollout, {"micro_batch_tokens": 1024}),
+    "8192 tokens per micro-batch": (None, {"micro_batch_tokens": 8192}),
+    "float32 sampler": (sampling.static_rollout, {}),
+    "dynamic sampler": (sampling.dynamic_rollout, {}),
 }
 
 
@@ -34,10 +35,7 @@ def our_steps(args, rollout, changes):
     cfg = train_math.parse_settings(flags)
     questions, _ = train_math.load_questions(cfg)
     model, tokenizer = train_math.load(cfg.model, cfg.device)
-    length = train_math.check_model(model, tokenizer, questions, cfg)
-    if not cfg.micro_batch_tokens:
-        free_bytes, _ = torch.cuda.mem_get_info()
-        cfg.micro_batch_tokens = train_math.fitting_micro_batch_tokens(model, length, free_bytes)
+    train_math.check_model(model, tokenizer, questions, cfg)
     cfg.output_dir = None
     peaks = []
 

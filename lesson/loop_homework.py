@@ -4,11 +4,10 @@
     python -m lesson.loop_homework --grade FILES > grades.csv  a row for each file
     python -m lesson.loop_homework --grade FILES --json        a JSON object on each line
 
-The hand-out has four files. In FOLDER/train_math.py, MicroBatch.__init__, response_log_probs, and
-phases 3 and 4 of train_step are still to be written. FOLDER/test_loop.py has the tests, and says
-how to start and how to print a grade. gspo.py and grading.py are needed by these two. Nothing is
-overwritten. Be careful: gspo.py is the solution of the first homework, so hand out this homework
-after it.
+In FOLDER/train_math.py, MicroBatch.__init__, response_log_probs, and phases 3 and 4 of train_step
+are still to be written. FOLDER/test_loop.py has the tests, and says how to start and how to print a
+grade. gspo.py, grading.py and the folder support/ are needed by these two. Nothing is overwritten.
+Be careful: gspo.py is the solution of the first homework, so hand out this homework after it.
 
 The four blanks count alike. A blank has all of its points if all of its tests pass, and otherwise
 at most a third of them, in proportion to the tests that pass. If all four blanks are correct, the
@@ -54,7 +53,7 @@ HINTS = {
 
 def is_end(node):
     """Whether this statement of train_step is the first one after phase 4."""
-    return isinstance(node, ast.Return) or "FloatingPointError" in ast.unparse(node)
+    return isinstance(node, ast.Return) or "check_weights" in ast.unparse(node)
 
 
 def statements(source):
@@ -114,11 +113,13 @@ def hand_out(folder):
     files = {"train_math.py": assignment()}
     for path in (HERE / "test_loop.py", HERE / "grading.py", ROOT / "gspo.py"):
         files[path.name] = path.read_text(encoding="utf-8")
+    for path in (ROOT / "support").glob("*.py"):
+        files[f"support/{path.name}"] = path.read_text(encoding="utf-8")
     for name in files:
         if (folder / name).exists():
             print(f"{folder / name} exists already, so nothing was written", file=sys.stderr)
             sys.exit(2)
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "support").mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
 

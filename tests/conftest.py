@@ -6,11 +6,13 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 import gspo
+import support
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
@@ -70,9 +72,11 @@ def settings(**changes):
 
 
 def copy_script(folder):
-    """Copies train_math.py and gspo.py, which is all that it needs beside it."""
+    """Copies train_math.py, and what it needs beside it: gspo.py and support/."""
     for module in train_math, gspo:
         shutil.copy(module.__file__, folder)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(support.__file__).parent, Path(folder, "support"), ignore=ignored)
 
 
 def encoded(tokenizer, questions=QUESTIONS):

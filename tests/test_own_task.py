@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import support.questions
+import support.runs
 import train_math
 from common.logs import read
 from tests.conftest import (
@@ -124,7 +126,7 @@ class TestAFaultyReward:
             def __call__(self, prompts, completions, **columns):
                 return None
 
-        with pytest.raises(train_math.RewardError, match="the reward Judge returned None"):
+        with pytest.raises(support.questions.RewardError, match="the reward Judge returned None"):
             train_math.score(Judge(), sums(1), ["x"])
 
     @pytest.mark.parametrize("fault", ["raises", "NaN"])
@@ -143,7 +145,7 @@ class TestAFaultyReward:
                     return [math.nan] * 16
             return parity_reward(prompts, completions)
 
-        with pytest.raises(train_math.RewardError) as raised:
+        with pytest.raises(support.questions.RewardError) as raised:
             run(command, tmp_path / "a", reward=reward)
         if fault == "raises":
             assert isinstance(raised.value.__cause__, OSError), "the traceback is the user's"
@@ -165,7 +167,7 @@ class TestAFaultyReward:
                 raise OSError("HTTP 503")
             return parity_reward(prompts, completions)
 
-        with pytest.raises(train_math.RewardError):
+        with pytest.raises(support.questions.RewardError):
             run(command, tmp_path / "a", reward=reward)
         run(command, tmp_path / "a")
         expected = without_clocks(read(whole / "metrics.jsonl"))
@@ -178,7 +180,7 @@ class TestAFaultyReward:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
     def test_keeps_other_alphabets_readable(self, tmp_path):
-        train_math.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
+        support.runs.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
         assert "groß" in (tmp_path / "log.jsonl").read_text(encoding="utf-8")
 
     def test_keeps_the_log_json(self, whole):
@@ -253,10 +255,6 @@ class TestTrain:
         train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=dict.clear)
         rows = read(tmp_path / "metrics.jsonl")
         assert rows[0]["settings"] and rows[1]["step"] == 1
-
-    def test_of_a_model_on_another_device_is_refused(self, fresh):
-        with pytest.raises(ValueError, match="is on cpu, but cfg.device is meta"):
-            train_math.train(settings(device="meta"), *fresh, sums(8), reward=parity_reward)
 
     def test_with_numbers_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
         number = torch.tensor([1e-3, 0], dtype=torch.float64).numpy()

@@ -25,9 +25,10 @@ from transformers import (
 import train_math
 from common.tiny_model import tiny_tokenizer
 from gspo import group_advantages, gspo_loss
+from support import sampling
 from tests.conftest import QUESTIONS, encoded, parity_reward, settings, sums
 
-SAMPLERS = [train_math.dynamic_rollout, train_math.static_rollout]
+SAMPLERS = [sampling.dynamic_rollout, sampling.static_rollout]
 THREE = [*QUESTIONS, {"question": "3?"}]
 FREQUENT_ENDS = torch.arange(1, 8)  # several end tokens that are drawn often: lengths differ
 
@@ -192,13 +193,13 @@ class TestBothSamplers:
 
         monkeypatch.setattr(model, "forward", spy)
         torch.manual_seed(0)
-        responses, _ = train_math.dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        responses, _ = sampling.dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         lengths = [len(response) for response in responses]
         unfinished = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
         width = max(map(len, prompts))
         assert shapes == [(2, width), *((n, 1) for n in unfinished)] and unfinished[-1] < 16
         shapes.clear()
-        train_math.static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        sampling.static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         assert shapes == [(2, width), *[(16, 1)] * 11], "the shapes are fixed"
 
     def test_the_static_one_stops_when_all_responses_have_ended(self, tiny, monkeypatch):
@@ -207,10 +208,10 @@ class TestBothSamplers:
         calls = []
         monkeypatch.setattr(model, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
         prompts = encoded(tokenizer)
-        responses, _ = train_math.static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
+        responses, _ = sampling.static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
         assert [len(response) for response in responses] == [1] * 4 and len(calls) < 40
         calls.clear()
-        responses, _ = train_math.static_rollout(model, prompts, 2, 50, 0.0, torch.tensor([-1]))
+        responses, _ = sampling.static_rollout(model, prompts, 2, 50, 0.0, torch.tensor([-1]))
         assert [len(response) for response in responses] == [50] * 4 and len(calls) == 50
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -224,7 +225,7 @@ class TestBothSamplers:
             assert found[0][0] == found[1][0]
             assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
             torch.manual_seed(0)
-            responses, sampled = train_math.static_rollout(model, prompts, 8, 20, 0.7, ends)
+            responses, sampled = sampling.static_rollout(model, prompts, 8, 20, 0.7, ends)
             assert len({tuple(response) for response in responses}) > 10, "numbers are not fresh"
             assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
 
@@ -247,20 +248,20 @@ class TestWhichSampler:
     )
     def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
         model, _ = model_of(kind)
-        assert train_math.cache_can_be_static(model, 64) is can
+        assert sampling.cache_can_be_static(model, 64) is can
 
     def test_a_window_may_be_as_long_as_the_text(self):
         model, _ = model_of("a long window")
-        assert train_math.cache_can_be_static(model, 128)
-        assert not train_math.cache_can_be_static(model, 129)
+        assert sampling.cache_can_be_static(model, 128)
+        assert not sampling.cache_can_be_static(model, 129)
 
     def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(
         self, fresh, monkeypatch
     ):
         model, _ = fresh
-        assert train_math.cache_can_be_static(model, 20)
+        assert sampling.cache_can_be_static(model, 20)
         monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
-        assert not train_math.cache_can_be_static(model, 20)
+        assert not sampling.cache_can_be_static(model, 20)
 
     @pytest.fixture
     def chosen(self, monkeypatch):
@@ -272,10 +273,10 @@ class TestWhichSampler:
                 chosen.append((name, model, arguments))
                 return original(model, *arguments)
 
-            monkeypatch.setattr(train_math, f"{name}_rollout", spy)
+            monkeypatch.setattr(sampling, f"{name}_rollout", spy)
 
-        spy_on("dynamic", train_math.dynamic_rollout)
-        spy_on("static", train_math.static_rollout)
+        spy_on("dynamic", sampling.dynamic_rollout)
+        spy_on("static", sampling.static_rollout)
         return chosen
 
     @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -318,30 +319,6 @@ class TestWhichSampler:
         train_math.rollout(model, [[5, 6], [7]], 2, 3, 0.0, FREQUENT_ENDS)
         train_math.rollout(model, [[5, 6], [7]], 2, 7, 0.0, FREQUENT_ENDS)
         assert [name for name, *_ in chosen] == ["dynamic", "static", "dynamic"]
-
-    @pytest.mark.parametrize(
-        "kind, on_cuda, n",
-        [("Qwen3", True, 0), ("a short window", True, 1), ("a short window", False, 0)],
-    )
-    def test_check_model_prints_a_note_if_sampling_is_slower(
-        self, pretend_cuda, capsys, kind, on_cuda, n
-    ):
-        model, tokenizer = model_of(kind)
-        if on_cuda:
-            pretend_cuda(model)
-        train_math.check_model(model, tokenizer, QUESTIONS, settings(), reward=parity_reward)
-        shown = capsys.readouterr().out
-        assert shown.count("note:") == shown.count("\n") == n
-        assert not n or "cache" in shown
-
-    def test_check_model_asks_for_the_longest_text(self, pretend_cuda, capsys):
-        """Each of the texts that the check samples fits into the window, but not the longest one
-        of the training."""
-        model, tokenizer = model_of("a long window")
-        pretend_cuda(model)
-        cfg = settings(max_completion_length=120)
-        train_math.check_model(model, tokenizer, QUESTIONS, cfg, reward=parity_reward)
-        assert capsys.readouterr().out.count("note:") == 1
 
     def test_training_with_a_bf16_sampler_measures_the_gap_and_keeps_the_ratios(
         self, fresh, pretend_cuda, chosen
@@ -539,15 +516,14 @@ class TestLogProbs:
             assert all(batch.ids.numel() <= tokens or len(batch.ids) == 1 for batch in batches)
             assert torch.allclose(gradient(batches), expected, atol=1e-6)
 
-    @pytest.mark.parametrize("tokens", [63, 64, 65, None])
+    @pytest.mark.parametrize("tokens", [63, 64, 65])
     def test_are_taken_in_micro_batches_that_fill_the_memory(self, tokens):
-        """Four responses of 16 tokens with their prompts fill 64 tokens; on a CPU, the default is
-        1024 tokens."""
+        """Four responses of 16 tokens with their prompts fill 64 tokens."""
         prompts = [[5] * 10] * 80
         responses = [[6] * 6] * 80
         cfg = settings(micro_batch_tokens=tokens, minibatches=1)
         (batches,) = train_math.build_minibatches(prompts, responses, torch.ones(80), cfg)
-        most = (tokens or 1024) // 16
+        most = tokens // 16
         assert [len(batch.ids) for batch in batches] == [most] * (80 // most) + [80 % most] * (
             80 % most > 0
         )

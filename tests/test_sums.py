@@ -1,4 +1,5 @@
 """experiments/qwen/sums.py: questions, reward, arithmetic, and that nothing is done twice."""
+import functools
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -173,7 +174,8 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
         log(tmp_path, **vars(trained[-1]))
 
     monkeypatch.setattr(sums.train_math, "load", load)
-    monkeypatch.setattr(sums.train_math, "sample", sample)
+    ask = functools.partial(sums.train_math.evaluate, sample=sample)
+    monkeypatch.setattr(sums.train_math, "evaluate", ask)
     monkeypatch.setattr(sums.train_math, "main", train)
     command = [*flags, "--output_dir", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
@@ -242,7 +244,9 @@ def test_given_answers_are_complete_or_missing(tmp_path, logged, monkeypatch):
     monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "M"])
     monkeypatch.setattr(sums.train_math, "load", lambda name, device: (None, None))
     rollout = sums.train_math.Rollout(None, [[1]] * 256, texts, None)
-    monkeypatch.setattr(sums.train_math, "sample", lambda *arguments, **replaced: rollout)
+    ask = functools.partial(
+        sums.train_math.evaluate, sample=lambda *arguments, **replaced: rollout)
+    monkeypatch.setattr(sums.train_math, "evaluate", ask)
     with monkeypatch.context() as patch:
         stopped = mock.Mock(side_effect=["{}"] * 100 + [KeyboardInterrupt])
         patch.setattr(jsonl.json, "dumps", stopped)

@@ -23,18 +23,21 @@ import random
 import sys
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 import train_math
 from common.intervals import accuracy, accuracy_text, gain_text
 from common.logs import read, write
 from common.plot import MORE_STYLES, STYLES
 from experiments import evaluate
+from support.runs import MAY_CHANGE, fingerprint
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
     "--prompts_per_step=16", "--group_size=4", "--learning_rate=1.5e-6", "--max_steps=10",
     "--save_steps=5", "--eval_size=0", "--rollout_rows=256"]  # all held-out questions at once
 GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three: sums_range.py
-MAY_CHANGE = train_math.MAY_CHANGE - {"max_steps"} | {"questions"}  # when a run is resumed
+MAY_DIFFER = MAY_CHANGE - {"max_steps"} | {"questions"}  # when a run is resumed
 TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy decoding
 
 
@@ -241,8 +244,8 @@ def show(folders):
 def refuse_another(folder, cfg):
     """SystemExit: the folder has a run with other settings."""
     for row in read(folder / "training" / "metrics.jsonl")[:1]:
-        changed = [name for name, value in train_math.fingerprint(cfg, []).items()
-                   if name not in MAY_CHANGE and row["settings"].get(name) != value]
+        changed = [name for name, value in fingerprint(cfg, []).items()
+                   if name not in MAY_DIFFER and row["settings"].get(name) != value]
         if changed:
             sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}. Choose "
                      "another --output_dir")
@@ -262,7 +265,7 @@ def main(argv):
     if missing(folder, "after"):
         data = folder / "data"
         with train_math.exits_with(f"--model {cfg.model} --output_dir {folder}"):
-            train_math.AutoTokenizer.from_pretrained(cfg.model)  # is there such a model?
+            AutoTokenizer.from_pretrained(cfg.model)  # is there such a model?
             data.mkdir(parents=True, exist_ok=True)
             write(data / "train.jsonl", questions)
             write(data / "test.jsonl", held_out)
