@@ -33,21 +33,53 @@ def rollout(model, prompts, group_size, max_length, temperature, end_ids):
     0 after the end. (model.generate would apply the top_k and top_p of the checkpoint. Then the
     responses would not come from the policy whose log-probs the update computes.)"""
     length = max(map(len, prompts)) + max_length
+    arguments = prompts, group_size, max_length, temperature, end_ids
     if model.device.type != "cuda" or not cache_can_be_static(model, length):
-        return dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids)
-    if temperature and torch.cuda.is_bf16_supported(including_emulation=False):
-        # Responses to train on are sampled with a bf16 copy of the weights, because this takes less
-        # than half of the time. The old log-probs do not come from this sampler but from the
-        # forward pass of the update, so that the importance ratios stay exact. The cost is that the
-        # responses come from a slightly different policy, as with any inference engine. The metric
-        # sampler_gap measures this difference. Its effect on training was only measured on a tiny
-        # model, where the sampler was rounded on purpose (experiments/engine.md).
-        # Greedy responses, from which accuracies are computed, use the float32 weights.
-        model = copy.deepcopy(model)
-        for parameter in model.parameters():  # but not the buffers: positions need float32
-            if parameter.dtype == torch.float32:
-                parameter.data = parameter.data.bfloat16()
-    return static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
+        return dynamic_rollout(model, *arguments)
+    if temperature == 0:  # accuracies are computed from greedy responses: these are in float32
+        return static_rollout(model, *arguments)
+    for dtype in PRECISIONS:
+        sampler = copy_in(model, dtype)
+        if can_sample(sampler, model, max(prompts, key=len)):
+            responses, log_probs = static_rollout(sampler, *arguments)
+            if log_probs.isfinite().all():
+                return responses, log_probs
+        tqdm.write(f"note: this model cannot sample in {dtype}, which is too coarse or overflows")
+    raise FloatingPointError("the logits of the model are not finite")
+
+
+# ---- the precision of the sampler ----------------------------------------------------------------
+
+# Responses to train on are sampled with a float16 copy of the weights, which takes less than half
+# of the time. The ratios stay exact, because the old log-probs come from the forward pass of the
+# update. But the responses come from a slightly different policy, as with any inference engine, and
+# the metric sampler_gap measures how different. A bf16 copy is worse: near 0.02, bf16 numbers are
+# 1.2e-4 apart, and a step at a learning rate of 1e-6 changes a weight by 2e-6. Most weights of the
+# copy then stay the same, and it samples from an older policy (experiments/rounding.md). float16
+# has eight times as many numbers there, but it ends at 65,504, so that large activations overflow.
+PRECISIONS = torch.float16, torch.bfloat16, torch.float32  # in the order in which they are tried
+
+
+def copy_in(model, dtype):
+    """A copy of the model with its float32 parameters in `dtype`."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():  # but not the buffers: positions need float32
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@torch.no_grad()
+def can_sample(sampler, model, prompt):
+    """Whether the sampler and the model give each token nearly the same probability, at the end of
+    this prompt (token ids): the largest difference is below 0.1."""
+    ids = torch.tensor([prompt], device=model.device)
+    probs = []
+    for each in sampler, model:
+        logits = each(input_ids=ids, use_cache=False, logits_to_keep=16).logits
+        probs.append(logits.float().softmax(-1))
+    difference = (probs[0] - probs[1]).abs().max()
+    return bool(difference < 0.1)  # False if it is NaN
 
 
 # ---- one token -----------------------------------------------------------------------------------
@@ -84,7 +116,8 @@ def draw_tokens(probs):
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
     uniform = 1 - torch.rand(len(probs), 1, device=probs.device)  # in (0, 1]: never a probability 0
-    return torch.searchsorted(cumulative, uniform * total)
+    tokens = torch.searchsorted(cumulative, uniform * total)
+    return tokens.clamp(max=probs.shape[-1] - 1)  # a row of NaN: `rollout` sees its log-probs
 
 
 def prefill(model, cache, prompts, group_size):
@@ -194,7 +227,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
     ended = torch.isin(tokens, end_ids).long()
     is_kept = (ended.cumsum(1) - ended == 0) & (columns[:max_length] < t)
     responses = [row[kept].tolist() for row, kept in zip(tokens.cpu(), is_kept.cpu())]
-    return responses, log_probs * is_kept
+    return responses, log_probs.masked_fill(~is_kept, 0)
 
 
 def run_and_capture(decode):

@@ -177,13 +177,9 @@ class PretendedCuda(str):
 def pretend_cuda(monkeypatch):
     """A function that makes a model say that it is on a CUDA device."""
 
-    def pretend(model, native_bf16=True):
-        def is_bf16_supported(including_emulation=True):
-            return including_emulation or native_bf16
-
+    def pretend(model):
         device = property(lambda self: PretendedCuda("cpu"))
         monkeypatch.setattr(type(model), "device", device, raising=False)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     return pretend
