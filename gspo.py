@@ -86,7 +86,8 @@ def clipped_objective(ratio, advantages, eps_low, eps_high):
     (B, T); a 0-dim advantages tensor serves all ratios. Where the clip is active, the gradient is
     0. eps_low in (0, 1] and eps_high > 0 are distances from 1, not bounds; eps_low=1, eps_high=1e9
     switches the clip off. ValueError: other shapes (a (B,) tensor is never broadcast along T),
-    another clip range, or an eps_low from 0.9 to below 1, which looks like a bound."""
+    another clip range, or a distance that looks like a bound (eps_low from 0.9 to below 1, eps_high
+    from above 1 to 1.1)."""
     match = all(m == n or 1 in (m, n) for m, n in zip(ratio.shape, advantages.shape))
     _require(match and advantages.dim() in (0, ratio.dim()), ratio=ratio, advantages=advantages)
     _check_clip_range(eps_low, eps_high)
@@ -196,10 +197,13 @@ def _boolean(mask):
 
 
 def _check_clip_range(eps_low, eps_high):
-    """Raises a ValueError unless 0 < eps_low <= 1 and 0 < eps_high."""
+    """ValueError unless 0 < eps_low <= 1 and 0 < eps_high, or if a distance looks like a bound."""
     if 0.9 <= eps_low < 1:
         raise ValueError(f"eps_low is the distance of the lower bound from 1, not the bound: "
                          f"instead of {eps_low} pass {1 - eps_low:.6g}, or 1 for no lower bound")
+    if 1 < eps_high <= 1.1:
+        raise ValueError(f"eps_high is the distance of the upper bound from 1, not the bound: "
+                         f"instead of {eps_high} pass {eps_high - 1:.6g}")
     if not (0 < eps_low <= 1 and eps_high > 0):
         raise ValueError(f"eps_low {eps_low} must be above 0 and at most 1, "
                          f"and eps_high {eps_high} must be above 0")
@@ -228,7 +232,7 @@ def _loss(objective, denominator):
     """Minus the sum of the objectives (B,) over the denominator: descent maximises them."""
     if denominator is None:
         denominator = len(objective)
-    elif not denominator > 0:
+    if not denominator > 0:
         raise ValueError(f"denominator must be above 0, but it is {denominator}")
     return -objective.sum() / denominator
 

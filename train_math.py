@@ -3,9 +3,9 @@ r"""Fine-tune a small language model with GSPO on questions whose answers can be
     python train_math.py              Qwen2.5-0.5B-Instruct on GSM8K, on one CUDA GPU
     python -m lesson.tiny             the same script on a tiny model: any CPU, one or two minutes
 
-Read it from top to bottom: settings; prompts, responses and rewards; minibatches and log-probs; the
-step, which is the algorithm; evaluation and the training loop. The maths is in gspo.py, and
-support/ has what surrounds the algorithm. For a task of your own, write a reward function:
+Read it from top to bottom: settings; prompts and responses; minibatches and log-probs; the step,
+which is the algorithm; evaluation and the training loop. The maths is in gspo.py, and support/ has
+what surrounds the algorithm. For a task of your own, write a reward function:
 `train_math.main(reward=my_reward)`. For a loss of your own, add an entry to ALGORITHMS. To use a
 model that you have loaded yourself, call `train(...)`.
 
@@ -29,7 +29,8 @@ from gspo import group_advantages, grpo_loss, gspo_loss, gspo_token_loss, token_
 from support.metrics import evaluation_metrics, rollout_metrics, update_metrics
 from support.models import check_weights, load, tf32_matmuls
 from support.program import check_values, exits_with, flag, parse, program
-from support.questions import extract_answer, gold_answer, load_questions, score, shuffled
+from support.questions import load_questions
+from support.rewards import correctness_reward, extract_answer, gold_answer, score, score_rollout
 from support.runs import Run, load_state
 from support.sampling import end_tokens, rollout
 from support.trial import try_parts
@@ -42,6 +43,8 @@ class Algorithm(NamedTuple):
     eps_high: float
     ratio: str  # which importance ratio is clipped, for clip_fraction: "sequence" or "token"
     advantages: Callable = group_advantages  # called with rewards (B,) and group_size
+    keeps_all: bool = False  # also responses with advantage 0, for a KL or entropy term in the loss
+    needs_batch: bool = False  # whether the loss also gets batch=MicroBatch and cfg=Settings
 
 
 ALGORITHMS = {
@@ -84,11 +87,12 @@ class Settings:
     micro_batch_tokens: int = flag(1024, "tokens per forward pass in the update; with the default "
                                    "model, 1024 need 12 GiB, and 8192 need 36 GiB and less time")
     rollout_rows: int = flag(256, "responses sampled at once")
-    save_steps: int = flag(25, "rollouts between two evaluations, each of which saves the run")
+    save_steps: int = flag(25, "rollouts between two saves of the run")
+    eval_steps: int | None = flag(None, "rollouts between two evaluations; default: save_steps")
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
 
     def __post_init__(self):
-        check_values(self)
+        check_values(self, ALGORITHMS)
 
     def clip_range(self):
         """(eps_low, eps_high): the flags, or else the defaults of the algorithm."""
@@ -101,7 +105,7 @@ def parse_settings(argv=None):
     return parse(Settings, argv)
 
 
-# ---- prompts, responses and rewards --------------------------------------------------------------
+# ---- prompts and responses -----------------------------------------------------------------------
 
 
 def encode_prompts(tokenizer, questions, cfg):
@@ -122,6 +126,8 @@ class Rollout(NamedTuple):
     responses: list  # token ids of each response, the end token included
     texts: list  # each response as a text, without the end token
     log_probs: torch.Tensor  # (B, max_completion_length): the sampler's log-probs, 0 after the end
+    questions: list | None = None  # if a `sample` of your own has answered other questions
+    columns: dict | None = None  # for the reward: {name: a list with a value for each response}
 
 
 def sample(model, tokenizer, questions, group_size, temperature, cfg,
@@ -140,15 +146,6 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg,
         log_probs.append(some_log_probs)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return Rollout(prompts, responses, texts, torch.cat(log_probs))
-
-
-def correctness_reward(prompts, completions, answer, strict=True, **columns):
-    """1.0 for a completion that gives the number of the answer, else 0.0. Works in TRL, too."""
-    rewards = []
-    for completion, gold in zip(completions, answer):
-        expected = gold_answer(gold) or "no number"
-        rewards.append(float(extract_answer(completion, strict) == expected))
-    return rewards
 
 
 # ---- minibatches and log-probs -------------------------------------------------------------------
@@ -185,10 +182,11 @@ def build_minibatches(prompts, responses, advantages, cfg):
     the same log-probs would be rounded differently, and GSPO's clip range is so narrow that this
     would matter. Responses with advantage 0 have no gradient. They are left out here, but
     train_step counts them in the denominator. A minibatch without any gradient is left out, too."""
+    keeps_all = ALGORITHMS[cfg.algorithm].keeps_all
     minibatches = []
     size = len(responses) // cfg.minibatches
     for start in range(0, len(responses), size):
-        indices = [i for i in range(start, start + size) if advantages[i].any()]
+        indices = [i for i in range(start, start + size) if keeps_all or advantages[i].any()]
         lengths = {i: len(prompts[i]) + len(responses[i]) for i in indices}
         groups = []
         for i in sorted(indices, key=lengths.get):  # similar lengths together need little padding
@@ -243,6 +241,12 @@ class Parts:
     response_log_probs: Callable = response_log_probs
     loss: Callable | None = None  # None: the one of the algorithm
 
+    def completed(self, algorithm):
+        """These parts, with the loss and the advantages of the algorithm where they are None."""
+        self.loss = self.loss or algorithm.loss
+        self.group_advantages = self.group_advantages or algorithm.advantages
+        return self
+
 
 # ---- the algorithm -------------------------------------------------------------------------------
 
@@ -251,10 +255,8 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
     """One rollout on these questions and all updates on it. Returns the metrics of the step.
 
     replaced: functions to use in place of the default ones, by their names in Parts."""
-    parts = Parts(**replaced)
     algorithm = ALGORITHMS[cfg.algorithm]
-    loss_function = parts.loss or algorithm.loss
-    advantages_of = parts.group_advantages or algorithm.advantages
+    parts = Parts(**replaced).completed(algorithm)
     torch.manual_seed(cfg.seed * 1_000_003 + step)  # a resumed run draws the same numbers
     progress = (step - 1) / max(1, cfg.max_steps - 1)
     optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - 0.9 * progress)
@@ -266,8 +268,8 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
     seconds_rollout = time.perf_counter() - start
 
     # 2 SCORE the responses, and compare each reward with the others of its group.
-    rewards = score(parts.reward, questions, rollout.texts)
-    advantages = advantages_of(rewards, cfg.group_size)
+    rewards, own_metrics = score_rollout(parts.reward, rollout.questions or questions, rollout, cfg)
+    advantages = parts.group_advantages(rewards, cfg.group_size)
 
     # 3 REMEMBER the old log-probs. They are computed by the forward pass of the update, on the same
     # micro-batches, and not by the sampler. The sampler rounds differently, and this difference
@@ -291,8 +293,9 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
         update = []
         for batch in minibatch:
             log_probs = parts.response_log_probs(model, batch, cfg.temperature)
-            loss = loss_function(log_probs, batch.old_log_probs, batch.advantages, batch.mask,
-                                 eps_low, eps_high, denominator=denominator)
+            more = {"batch": batch, "cfg": cfg} if algorithm.needs_batch else {}
+            loss = parts.loss(log_probs, batch.old_log_probs, batch.advantages, batch.mask,
+                              eps_low, eps_high, denominator=denominator, **more)
             with tf32_matmuls():
                 loss.backward()
             update.append((batch, log_probs.detach(), loss.item()))
@@ -304,6 +307,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
     check_weights(model, step)  # FloatingPointError: they are not finite
     return {
         "step": step,
+        **own_metrics,
         "reward": rewards.mean().item(),
         **rollout_metrics(rollout, minibatches, advantages, cfg),
         **update_metrics(updates, grad_norms, algorithm.ratio, (eps_low, eps_high)),
@@ -312,7 +316,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
     }
 
 
-# ---- evaluation, and the training loop -----------------------------------------------------------
+# ---- evaluation, the training loop, and the script -----------------------------------------------
 
 
 def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
@@ -322,14 +326,15 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
     counts as its answer, whatever its format. eval_results has a dict for each question."""
     parts = Parts(**replaced)
     rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, **replaced)
-    scores = {"reward": score(parts.reward, questions, rollout.texts)}
+    rewards, own_metrics = score_rollout(parts.reward, questions, rollout, cfg)
+    scores = {"reward": rewards}
     if parts.reward is correctness_reward:
         scores["last_number"] = score(parts.reward, questions, rollout.texts, strict=False)
-    return evaluation_metrics(questions, rollout, scores)
+    return evaluation_metrics(questions, rollout, scores, own_metrics)
 
 
 def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(), on_step=None,
-          **replaced):
+          optimizer=None, **replaced):
     """Train for max_steps rollouts, from the beginning or from a saved state.
 
     questions, held_out: lists of dicts with a "question" and the columns that the reward needs.
@@ -337,13 +342,14 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
     replaced: functions to use in place of the default ones, by their names in Parts, such as
     reward=f. Once `stopped` is not empty, the run ends after its step. If output_dir is None,
     nothing is printed or written. Returns the metrics, one dict per step; step 0 is only an
-    evaluation. ValueError: no questions, weights that are not float32, a folder with a run."""
+    evaluation. ValueError: no questions, weights that cannot be trained, a folder with a run."""
     model.eval()  # without dropout, which would give each forward pass other log-probs
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
+    questions = list(questions)
+    optimizer = optimizer or torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
     optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
     with Run(cfg, model, tokenizer, optimizer, questions, state) as run:
-        used = max(0, len(run.rows) - 1) * cfg.prompts_per_step
-        stream = itertools.islice(shuffled(questions, cfg.seed), used, None)
+        stream = run.unused_questions()
         for step in tqdm(range(len(run.rows), cfg.max_steps + 1), cfg.algorithm):
             if step == 0:
                 row = {"step": 0, "settings": run.settings}
@@ -351,11 +357,11 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
                 picked = list(itertools.islice(stream, cfg.prompts_per_step))
                 row = train_step(model, tokenizer, optimizer, picked, step, cfg, **replaced)
             run.add(row)
-            is_due = step % cfg.save_steps == 0 or step == cfg.max_steps
-            if is_due and held_out:
+            is_last = step == cfg.max_steps
+            if held_out and (is_last or step % (cfg.eval_steps or cfg.save_steps) == 0):
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
                 run.results = row.pop("eval_results")
-            if is_due or stopped:
+            if is_last or step % cfg.save_steps == 0 or stopped:
                 run.save()
             run.report()
             if on_step:
@@ -365,14 +371,12 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
     return run.rows
 
 
-# ---- the script ----------------------------------------------------------------------------------
-
-
 def check_model(model, tokenizer, questions, cfg, **replaced):
-    """Try the parts on two short responses before the long work begins. The loss is not tried.
+    """Try the parts on two short responses before the long work begins.
 
     ValueError: the model or a part cannot be used. RewardError: as in score."""
-    try_parts(model, tokenizer, questions, cfg, Parts(**replaced), MicroBatch)
+    algorithm = ALGORITHMS[cfg.algorithm]
+    try_parts(model, tokenizer, questions, cfg, Parts(**replaced), algorithm, MicroBatch)
 
 
 def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
@@ -381,8 +385,7 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
     replaced["reward"] = reward
     with program(cfg) as stopped:
         with exits_with(f"--dataset {cfg.dataset}"):
-            has_own_reward = reward is not correctness_reward
-            questions, held_out = load_questions(cfg, has_own_reward)
+            questions, held_out = load_questions(cfg, reward)
         with exits_with(f"--output_dir {cfg.output_dir}"):
             state = load_state(cfg, questions)
         with exits_with(f"--model {cfg.model} --device {cfg.device}"):

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from gspo import clip_fraction
-from support.questions import gold_answer
+from support.rewards import gold_answer
 
 
 def rollout_metrics(rollout, minibatches, advantages, cfg):
@@ -65,10 +65,11 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
     }
 
 
-def evaluation_metrics(questions, rollout, scores):
+def evaluation_metrics(questions, rollout, scores, own_metrics):
     """The metrics of an evaluation, and "eval_results" with a dict for each question.
 
-    scores: {name: rewards (B,)}. A mean of zeros and ones has Wilson's 95% interval."""
+    scores: {name: rewards (B,)}; a mean of zeros and ones has Wilson's 95% interval. own_metrics:
+    what the reward has reported."""
     results = []
     for question, text, response in zip(questions, rollout.texts, rollout.responses):
         answer = question.get("answer")
@@ -79,6 +80,8 @@ def evaluation_metrics(questions, rollout, scores):
             "tokens": len(response),
         })
     row = {"eval_questions": len(questions)}
+    for name, value in own_metrics.items():
+        row[f"eval_{name}"] = value
     for name, values in scores.items():
         values = values.tolist()
         row[f"eval_{name}"] = sum(values) / len(values)

@@ -31,6 +31,16 @@ def tf32_matmuls():
         matmul.allow_tf32 = before
 
 
+def check_weights_can_be_trained(model):
+    """ValueError: all weights are frozen, or those that are not frozen are not in float32."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("all weights of the model are frozen, as those of a LoRA folder are")
+    if any(parameter.dtype != torch.float32 for parameter in trained):
+        raise ValueError(f"the model is in {model.dtype}. In half precision, most updates round to "
+                         "nothing. Load it in float32: from_pretrained(..., dtype=torch.float32)")
+
+
 def check_weights(model, step):
     """FloatingPointError: the weights are not finite after this step."""
     if not all(p.isfinite().all() for p in model.parameters()):

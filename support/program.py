@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from gspo import clipped_objective
-from support.questions import RewardError
+from support.rewards import RewardError
 
 
 def flag(default, meaning, **more):
@@ -24,8 +24,14 @@ def flag(default, meaning, **more):
     return field(default=default, metadata={"help": meaning, **more})
 
 
-def check_values(cfg):
-    """ValueError: a setting has a value that is out of range."""
+def check_values(cfg, algorithms):
+    """ValueError: a setting is out of range, or its algorithm (a row of ALGORITHMS) is unusable."""
+    algorithm = algorithms.get(cfg.algorithm)
+    if algorithm is None:
+        raise ValueError(f"--algorithm {cfg.algorithm} is none of {', '.join(algorithms)}")
+    if algorithm.ratio not in ("sequence", "token"):
+        raise ValueError(f'the ratio of an algorithm is "sequence" or "token", not '
+                         f"{algorithm.ratio!r}")
     for name, value in vars(cfg).items():
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
@@ -77,6 +83,11 @@ def program(cfg):
     and this block ends the program as the signal would."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # some consoles cannot show every character
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # set by torchrun
+        sys.exit("train_math.py: several GPUs are not supported, so start it without torchrun. TRL "
+                 "and verl can use several GPUs")
+    if cfg.output_dir:
+        cfg.output_dir = os.path.abspath(cfg.output_dir)  # a reward may change the directory
     with exits_with(f"--output_dir {cfg.output_dir}"):
         os.makedirs(cfg.output_dir, exist_ok=True)
         found = set(os.listdir(cfg.output_dir))

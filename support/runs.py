@@ -3,6 +3,7 @@
 What is to be saved or printed goes into Run. Settings that may differ when a run is resumed go into
 MAY_CHANGE.
 """
+import itertools
 import json
 import os
 import zlib
@@ -12,7 +13,9 @@ import torch
 from tqdm.auto import tqdm
 
 from support.metrics import notes
+from support.models import check_weights_can_be_trained
 from support.program import exits_with
+from support.questions import shuffled
 
 # The questions are compared by their hash. If the held-out questions are cut from the training
 # part, the hash changes with eval_size.
@@ -34,6 +37,8 @@ class Run:
         arguments cannot be used for training."""
         check_arguments(cfg, model, questions, state)
         self.cfg = cfg
+        self.folder = Path(cfg.output_dir).absolute() if cfg.output_dir else None
+        self.questions = questions
         self.model = model
         self.tokenizer = tokenizer
         self.optimizer = optimizer
@@ -51,6 +56,11 @@ class Run:
     def after_optimizer_step(self, *arguments):
         self.has_moved = True
 
+    def unused_questions(self):
+        """The questions in their random order, without end, after those of the steps so far."""
+        used = max(0, len(self.rows) - 1) * self.cfg.prompts_per_step
+        return itertools.islice(shuffled(self.questions, self.cfg.seed), used, None)
+
     def add(self, row):
         """Begin with the results of the next step."""
         self.rows.append(row)
@@ -62,21 +72,21 @@ class Run:
     def save(self):
         """Write state.pt, from which a run is resumed. The old one stays until this is complete."""
         self.is_saved = True
-        if self.cfg.output_dir:
+        if self.folder:
             state = {
-                "rows": self.rows,
-                "results": self.results,
+                "rows": plain(self.rows),
+                "results": plain(self.results),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
             }
-            partial = Path(self.cfg.output_dir, "partial")
+            partial = self.folder / "partial"
             with exits_with(f"{partial} cannot be written (is the disk full?)"):
                 torch.save(state, partial)
             os.replace(partial, partial.with_name("state.pt"))
 
     def report(self):
-        if self.cfg.output_dir:
-            report(self.rows, self.results, self.cfg)
+        if self.folder:
+            report(self.rows, self.results, self.folder, self.cfg.max_steps)
 
     def __enter__(self):
         return self
@@ -87,20 +97,17 @@ class Run:
         if not self.is_saved and (is_complete or isinstance(error, Exception)):
             if not self.has_moved:
                 self.save()
-        if self.cfg.output_dir and is_complete:
-            folder = Path(self.cfg.output_dir, "model")
-            self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            tqdm.write(f"{folder} is the model after step {self.rows[-1]['step']}")
+        if self.folder and is_complete:
+            self.model.save_pretrained(self.folder / "model")
+            self.tokenizer.save_pretrained(self.folder / "model")
+            tqdm.write(f"{self.folder}/model is the model after step {self.rows[-1]['step']}")
 
 
 def check_arguments(cfg, model, questions, state):
     """ValueError if train() cannot work with these arguments."""
     if not questions:
         raise ValueError("there are no questions to train on")
-    if any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
-        raise ValueError(f"the model is in {model.dtype}. In half precision, most updates round to "
-                         "nothing. Load it in float32: from_pretrained(..., dtype=torch.float32)")
+    check_weights_can_be_trained(model)
     if cfg.output_dir:
         os.makedirs(cfg.output_dir, exist_ok=True)
         found = {"metrics.jsonl", "state.pt", "model"} & set(os.listdir(cfg.output_dir))
@@ -113,22 +120,23 @@ def fingerprint(cfg, questions):
     """The settings of a run and the hash of its questions, which must not change on resuming."""
     eps_low, eps_high = cfg.clip_range()
     crc = zlib.crc32(repr(questions).encode())
-    return vars(cfg) | {"eps_low": eps_low, "eps_high": eps_high, "questions": crc}
+    more = {"output_dir": None, "eps_low": eps_low, "eps_high": eps_high, "questions": crc}
+    return vars(cfg) | more  # without output_dir, because a log may be moved
 
 
 def load_state(cfg, questions):
     """The state of the run in output_dir, or None. ValueError: the saved run has other settings.
-    SystemExit: state.pt is damaged."""
+    SystemExit: state.pt cannot be read."""
     path = Path(cfg.output_dir, "state.pt")
     if not path.exists():
         return None
-    with exits_with(f"--output_dir {cfg.output_dir}: state.pt is damaged, so choose another"):
+    with exits_with(f"--output_dir {cfg.output_dir}: state.pt cannot be read, so choose another"):
         state = torch.load(path, map_location="cpu")
-    begun_with = state["rows"][0]["settings"]
+        begun_with = state["rows"][0]["settings"]
     now = fingerprint(cfg, questions)
     changed = []
     for name, value in begun_with.items():
-        if name not in MAY_CHANGE and value != now[name]:
+        if name not in MAY_CHANGE and value != now.get(name, "no such setting"):
             changed.append(name)
     if changed:
         hint = " (they also change with --eval_size)" if "questions" in changed else ""
@@ -136,17 +144,17 @@ def load_state(cfg, questions):
                          f"{hint}. Choose another --output_dir")
     tqdm.write(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
                "(with another value, the learning rate jumps)")
-    report(state["rows"], state["results"], cfg)
+    report(state["rows"], state["results"], path.parent, cfg.max_steps)
     return state
 
 
-def report(rows, results, cfg):
+def report(rows, results, folder, max_steps):
     """Print the last row, and write metrics.jsonl and the results of the evaluation, if any."""
     row = rows[-1]
-    write_lines(rows, Path(cfg.output_dir, "metrics.jsonl"))
+    write_lines(rows, folder / "metrics.jsonl")
     if results:
-        write_lines(results, Path(cfg.output_dir, f"eval_{row['step']}.jsonl"))
-    shown = [f"step {row['step']}/{cfg.max_steps}"]
+        write_lines(results, folder / f"eval_{row['step']}.jsonl")
+    shown = [f"step {row['step']}/{max_steps}"]
     for name in SHOWN:
         if row.get(name) is not None:
             shown.append(f"{name} {row[name]:.3g}")
@@ -159,6 +167,16 @@ def report(rows, results, cfg):
         tqdm.write(f"note: {note}")
 
 
+def as_json(value):
+    """A value that JSON does not know: a number of numpy or torch as a number, others as a text."""
+    return value.item() if getattr(value, "ndim", None) == 0 else str(value)
+
+
+def plain(rows):
+    """These dicts as torch.load and JSON can read them, whatever columns the questions have."""
+    return json.loads(json.dumps(rows, default=as_json))
+
+
 def write_lines(rows, path):
-    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False, default=as_json) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")

@@ -2,36 +2,58 @@
 
 A new check of a model goes into check_prompts or check_log_probs.
 """
+import itertools
 from dataclasses import replace
 
 import torch
+from tqdm.auto import tqdm
 
+from support.models import check_weights_can_be_trained
 from support.program import tried
-from support.questions import score
+from support.rewards import score_rollout
+from support.sampling import rollout as default_rollout
 
 UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
-@torch.no_grad()
-def try_parts(model, tokenizer, questions, cfg, parts, micro_batch):
-    """Try prompts, sampler, log-probs and reward with two responses of eight tokens.
+def try_parts(model, tokenizer, questions, cfg, parts, algorithm, micro_batch):
+    """Try each part of a step with two responses of eight tokens, before the long work begins.
 
-    parts, micro_batch: Parts(...) and MicroBatch of train_math. ValueError: the script cannot
-    sample from the model or score what it sampled. RewardError: as in score. The error has a note
-    that says which part was tried."""
-    short = replace(cfg, max_completion_length=8)
+    parts, algorithm, micro_batch: Parts, the Algorithm and MicroBatch of train_math. ValueError: a
+    part cannot be used. RewardError: as in score. The error has a note that says what was tried."""
+    model.eval()
+    parts = parts.completed(algorithm)
+    short = replace(cfg, max_completion_length=8, prompts_per_step=1, group_size=2, minibatches=1)
     with tried("encode_prompts"):
+        check_weights_can_be_trained(model)
         prompts = parts.encode_prompts(tokenizer, questions, cfg)
         longest = check_prompts(model, prompts, questions, cfg.max_completion_length)
+    tqdm.write(f"a complete prompt: {tokenizer.decode(prompts[0])!r}")
     two = [questions[0] | {"question": "?"}, questions[longest]]  # prompts of different lengths
-    with tried("the sampler"):
+    with tried("sample"):
         rollout = parts.sample(model, tokenizer, two, 1, 0.0, short, **vars(parts))
-    with tried("response_log_probs"):
+    with tried("response_log_probs"), torch.no_grad():
         batch = micro_batch(rollout.prompts, rollout.responses, [0, 1], model.device)
         log_probs = parts.response_log_probs(model, batch, 1.0)
-        check_log_probs(log_probs, rollout.log_probs)
+        is_engine = parts.rollout is not default_rollout  # it may compute in half precision
+        check_log_probs(log_probs, rollout.log_probs, 1.0 if is_engine else 1e-3)
     with tried("the reward"):
-        score(parts.reward, [questions[0]] * 2, rollout.texts)
+        rewards, _ = score_rollout(parts.reward, [questions[0]] * 2, rollout, short)
+    with tried("group_advantages"):
+        advantages = parts.group_advantages(rewards, 2)
+        if len(advantages) != 2:
+            raise ValueError(f"two responses have advantages of shape {tuple(advantages.shape)}")
+    with tried("build_minibatches"):
+        minibatches = parts.build_minibatches(
+            rollout.prompts, rollout.responses, torch.ones_like(advantages), short)
+    with tried("the loss"):
+        for batch in itertools.chain(*minibatches):
+            log_probs = parts.response_log_probs(model, batch, 1.0)
+            more = {"batch": batch, "cfg": short} if algorithm.needs_batch else {}
+            loss = parts.loss(log_probs, log_probs.detach(), batch.advantages, batch.mask,
+                              *cfg.clip_range(), denominator=2, **more)
+            if loss.shape != () or not loss.requires_grad:
+                raise ValueError(f"it must be one number with a gradient, not {loss!r:.100}")
 
 
 def check_prompts(model, prompts, questions, max_completion_length):
@@ -51,10 +73,10 @@ def check_prompts(model, prompts, questions, max_completion_length):
     return longest
 
 
-def check_log_probs(log_probs, sampled):
+def check_log_probs(log_probs, sampled, tolerance):
     """ValueError: the log-probs (b, L - 1) of some short responses are not those of the sampler."""
     gap = (log_probs.sum(1) - sampled.sum(1)).abs().max().item()
-    if not gap < 1e-3:
+    if not gap < tolerance:
         raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
                          "sampling and the full forward pass: its cache, padding or head is "
                          "unsupported")

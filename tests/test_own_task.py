@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import support.questions
+import support.rewards
 import support.runs
 import train_math
 from common.logs import read
@@ -126,7 +126,7 @@ class TestAFaultyReward:
             def __call__(self, prompts, completions, **columns):
                 return None
 
-        with pytest.raises(support.questions.RewardError, match="the reward Judge returned None"):
+        with pytest.raises(support.rewards.RewardError, match="the reward Judge returned None"):
             train_math.score(Judge(), sums(1), ["x"])
 
     @pytest.mark.parametrize("fault", ["raises", "NaN"])
@@ -145,7 +145,7 @@ class TestAFaultyReward:
                     return [math.nan] * 16
             return parity_reward(prompts, completions)
 
-        with pytest.raises(support.questions.RewardError) as raised:
+        with pytest.raises(support.rewards.RewardError) as raised:
             run(command, tmp_path / "a", reward=reward)
         if fault == "raises":
             assert isinstance(raised.value.__cause__, OSError), "the traceback is the user's"
@@ -167,7 +167,7 @@ class TestAFaultyReward:
                 raise OSError("HTTP 503")
             return parity_reward(prompts, completions)
 
-        with pytest.raises(support.questions.RewardError):
+        with pytest.raises(support.rewards.RewardError):
             run(command, tmp_path / "a", reward=reward)
         run(command, tmp_path / "a")
         expected = without_clocks(read(whole / "metrics.jsonl"))
