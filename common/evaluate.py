@@ -1,8 +1,8 @@
 """Records the answers of models to held-out questions, and compares the models.
 
-    python -m experiments.evaluate after.jsonl --model FOLDER_OR_HUB_ID --dataset GSM8K
+    python -m common.evaluate after.jsonl --model FOLDER_OR_HUB_ID --dataset GSM8K
                                    [--temperature 0 0.6 1] [other flags of train_math.py]
-    python -m experiments.evaluate before.jsonl after.jsonl ...
+    python -m common.evaluate before.jsonl after.jsonl ...
 
 The first command asks the model the questions of the test split, once at each temperature (default:
 0, which is greedy decoding), with the instruction and the chat template of the training. It adds a

@@ -1,5 +1,5 @@
-"""The experiments of rivals.py: the parts of their variants, the tasks, runs, tables and pictures,
-and the arithmetic of exact.py."""
+"""experiments/comparisons: the parts of its variants, the tasks, runs, tables and pictures. The
+arithmetic of experiments/tiny/exact.py is tested here, too."""
 import itertools
 import json
 import math
@@ -15,8 +15,8 @@ from torch.testing import assert_close
 import train_math
 from common.logs import write
 from common.tiny_model import tiny_model, tiny_tokenizer
-from experiments import exact, rival_report, rival_settings, rivals, successors
-from experiments import rival_parts as parts
+from experiments.comparisons import parts, report, runs, settings, successors
+from experiments.tiny import exact
 from gspo import grpo_loss, gspo_loss
 
 
@@ -561,9 +561,9 @@ class TestTasks:
         # 5% of 26 steps get a random digit, which is correct in a tenth of them, and 10% give up.
         assert 60 < right < 150
 
-    @pytest.mark.parametrize("length, chain", rival_settings.CHAINS.items())
+    @pytest.mark.parametrize("length, chain", settings.CHAINS.items())
     def test_chains_have_their_length_and_a_label_for_each_step(self, length, chain, monkeypatch):
-        rows = rival_settings.TASKS[f"{length} tokens"].questions("held out", 200)
+        rows = settings.TASKS[f"{length} tokens"].questions("held out", 200)
         lengths = [len(row["worked"]) + 1 for row in rows]
         mean = sum(lengths) / 200
         assert abs(mean - length) < 5
@@ -580,7 +580,7 @@ class TestTasks:
 
     @pytest.mark.parametrize("task", ["long", "short", "30 tokens"])
     def test_held_out_questions_are_not_trained_on(self, task):
-        questions = rival_settings.TASKS[task].questions
+        questions = settings.TASKS[task].questions
         held_out = {row["question"] for row in questions("held out", 256)}
         assert len(held_out) > 50
         for seed in range(9):
@@ -697,24 +697,24 @@ class TestRuns:
             letters = [len(set(completion)) for completion in completions]
             return [float(n % 2) for n in letters]
 
-        settings = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
-        for name, task in rival_settings.TASKS.items():
+        own = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
+        for name, task in settings.TASKS.items():
             asked = partial(questions, question="Eve? Bob?") if name == "two turns" else questions
-            task = rival_settings.Task(task.make, lambda *_: None, asked, settings)
-            monkeypatch.setitem(rival_settings.TASKS, name, task)
-        common = rival_settings.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
-        monkeypatch.setattr(rival_settings, "COMMON", common)
-        monkeypatch.setattr(rivals, "COLD", tmp_path)
+            task = settings.Task(task.make, lambda *_: None, asked, own)
+            monkeypatch.setitem(settings.TASKS, name, task)
+        common = settings.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
+        monkeypatch.setattr(settings, "COMMON", common)
+        monkeypatch.setattr(runs, "COLD", tmp_path)
         monkeypatch.setattr(parts, "task_reward", reward)
 
-    @pytest.mark.parametrize("name", rival_settings.EXPERIMENTS)
+    @pytest.mark.parametrize("name", settings.EXPERIMENTS)
     def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
         gradients = {}
-        for spec in rival_report.arms_of(name):
+        for spec in report.arms_of(name):
             same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
             kind = json.dumps(spec | same, sort_keys=True)
             if kind not in self.GRADIENTS:
-                row = rivals.run({**spec, "max_steps": 2}, 0, 5)
+                row = runs.run({**spec, "max_steps": 2}, 0, 5)
                 assert len(row["reward"]) == 2
                 assert json.loads(json.dumps(row)) == row
                 self.GRADIENTS[kind] = json.dumps(row["grad_norm"])
@@ -725,16 +725,16 @@ class TestRuns:
 
     def test_have_the_clip_range_that_their_settings_say(self):
         def of(eps, **pieces):
-            return rivals.clip_range(rival_settings.arm("gspo", eps, **pieces))
+            return runs.clip_range(settings.arm("gspo", eps, **pieces))
 
         assert of(0.003) == (0.003, 0.004)
         assert of([2e-3, 2.5e-3], successor="luspo") == [2e-3, 2.5e-3]
         assert of([84, 80], successor="sapo") == (None, None), "not a clip range"
-        assert rivals.clip_range(rival_settings.NO_GATE) == (1.0, 1e9)
+        assert runs.clip_range(settings.NO_GATE) == (1.0, 1e9)
 
     @pytest.mark.parametrize("name, eps", [("sapo", [84, 80]), ("dapo", [0.99, 1.4])])
     def test_of_losses_with_their_own_two_numbers_work(self, small, name, eps):
-        row = rivals.run(rival_settings.after(name, eps, max_steps=2), 0, 5)
+        row = runs.run(settings.after(name, eps, max_steps=2), 0, 5)
         assert all(row["grad_norm"])
         assert "clip_fraction" not in row, "it would be that of another clip"
 
@@ -747,17 +747,17 @@ class TestRuns:
                 if line.get_marker() == "o":
                     drawn.extend(line.get_xdata())
 
-        monkeypatch.setattr(rival_report.Figure, "savefig", savefig)
+        monkeypatch.setattr(report.Figure, "savefig", savefig)
         run = {"cold": 0, "accuracy": 0.5, "log_ratio_std": [None, 0, 0.02, 0.04]}
-        rows = [{"arm": spec, **run} for spec in rival_report.arms_of("noise")]
-        rival_report.draw_noise(rows, None)
+        rows = [{"arm": spec, **run} for spec in report.arms_of("noise")]
+        report.draw_noise(rows, None)
         assert drawn == pytest.approx([0.1, 1 / 3, 1, 10 / 3, 10, 100 / 3])
 
     def test_of_only_one_task_are_drawn_beside_an_empty_panel(self, tmp_path, capsys):
         run = {"cold": 0, "seed": 0, "start": 0.2, "accuracy": 0.5}
-        rows = [{"arm": spec, **run} for spec in rival_report.arms_of("world")]
+        rows = [{"arm": spec, **run} for spec in report.arms_of("world")]
         write(tmp_path / "runs.jsonl", rows)
-        rival_report.report("world", tmp_path)
+        report.report("world", tmp_path)
         assert (tmp_path / "opening.png").stat().st_size > 5000
         assert "GRPO's gate, weight s | 0.50 |" in capsys.readouterr().out
 
@@ -768,12 +768,12 @@ class TestRuns:
 
         own = rows(0.9, 0.8, 0.9, 0.9)
         others = rows(0.8, 0.6, 0.8)
-        assert rival_report.difference(own, others) == "+0.13 ± 0.14"  # 0.1, 0.2, 0.1
+        assert report.difference(own, others) == "+0.13 ± 0.14"  # 0.1, 0.2, 0.1
         by_luck = rows(0.9, 0.7, 0.9)
-        found = rival_report.difference(by_luck, others)
+        found = report.difference(by_luck, others)
         assert found == "+0.10 ± 0.06", "the interval from three is never narrower"
-        assert rival_report.difference(own, own) == "-"
-        assert rival_report.difference(own[:1], others) == "-"
+        assert report.difference(own, own) == "-"
+        assert report.difference(own[:1], others) == "-"
 
     @pytest.mark.parametrize("algorithm, pieces, cell", [
         ("gspo", {}, "25.0%"),
@@ -790,15 +790,15 @@ class TestRuns:
     ])
     def test_show_a_clip_fraction_only_if_it_is_that_of_their_own_clip(
             self, algorithm, pieces, cell):
-        spec = rival_settings.arm(algorithm, 0.1, **pieces)
-        assert rival_report.clipped([{"arm": spec, "clip_fraction": [None, 0.2, 0.3]}]) == cell
+        spec = settings.arm(algorithm, 0.1, **pieces)
+        assert report.clipped([{"arm": spec, "clip_fraction": [None, 0.2, 0.3]}]) == cell
 
     def test_that_exist_are_not_repeated_and_make_the_table_and_the_picture(
             self, tmp_path, monkeypatch):
-        monkeypatch.setattr(rivals.multiprocessing, "get_context", None)  # must not be called
+        monkeypatch.setattr(runs.multiprocessing, "get_context", None)  # must not be called
         path = tmp_path / "runs.jsonl"
-        arms = rival_report.arms_of("moe")
-        wanted = rivals.missing(arms + arms, 2, 2, path)
+        arms = report.arms_of("moe")
+        wanted = runs.missing(arms + arms, 2, 2, path)
         assert len(wanted) == 16, "each run once"
         rows = []
         for spec, seed in itertools.product(arms, (0, 1, 100, 101)):
@@ -815,13 +815,13 @@ class TestRuns:
                 "entropy": [0.1],
                 "experts_changed": [0.02],
             })
-        another = rival_settings.arm("grpo", 0.3)  # a variant of another experiment
+        another = settings.arm("grpo", 0.3)  # a variant of another experiment
         write(path, [*rows, rows[-1] | {"arm": another}])
-        there = rivals.run_all(arms, 2, 2, 1, path)
+        there = runs.run_all(arms, 2, 2, 1, path)
         assert there == rows
-        table = rival_report.table("moe", rows)
+        table = report.table("moe", rows)
         line = table.splitlines()[3]
         assert line == ("| GRPO | 0.06 | +0.04 ± 0.00 | 0.04 0.05; 0.06 0.07 | 0.250 | 0.50 "
                         "| 25.0% | - | 0.100 | 2.0% |")
-        rival_report.draw("moe", rows, tmp_path / "moe.png")
+        report.draw("moe", rows, tmp_path / "moe.png")
         assert (tmp_path / "moe.png").stat().st_size > 1000

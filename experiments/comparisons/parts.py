@@ -1,5 +1,6 @@
-"""The tasks of rivals.py, and the parts that its variants replace in train_math.py: losses,
-advantages, a critic, Routing Replay, and an inference engine. tests/test_rivals.py tests each part.
+"""The tasks of the comparisons, and the parts that their variants replace in train_math.py: losses,
+advantages, a critic, Routing Replay, and an inference engine. tests/test_comparisons.py tests each
+part.
 
 In the code and the logs of these experiments, a gate is the clipping rule: it decides which tokens
 or responses are clipped.

@@ -1,10 +1,10 @@
-"""Tables and pictures of the runs that rivals.py has logged; nothing is trained here.
+"""Tables and pictures of the runs that runs.py has logged; nothing is trained here.
 
-    python -m experiments.rival_report all         all tables, and the pictures that a page shows
-    python -m experiments.rival_report NAME ...    those of some experiments
+    python -m experiments.comparisons.report all         all tables, and the pictures of the pages
+    python -m experiments.comparisons.report NAME ...    those of some experiments
 
-This reads results/rivals/runs.jsonl and writes NAME.md and NAME.png beside it. --results names
-another folder. exact.py and ratios.py make their own tables and pictures.
+This reads results/comparisons/runs.jsonl and writes NAME.md and NAME.png beside it. --results
+names another folder.
 """
 import argparse
 import json
@@ -18,10 +18,10 @@ from matplotlib.patches import Patch
 
 from common.logs import read
 from common.plot import STYLES
-from experiments.rival_settings import EARLY, EXPERIMENTS, GRPO, GSPO, NO_GATE, arm, opening
+from experiments.comparisons.settings import EARLY, EXPERIMENTS, GRPO, GSPO, NO_GATE, arm, opening
 
-RESULTS = Path(__file__).with_name("results") / "rivals"
-PRECISION = RESULTS.parent / "precision"
+RESULTS = Path(__file__).parents[1] / "results" / "comparisons"
+ROUNDING = RESULTS.parent / "precision" / "rounding"
 STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # number of starting models: t of a 95% interval
 # No interval is narrower than this, because three starting models may agree by chance. 135
 # differences between variants with an accuracy above 0.75 have a pooled standard deviation of
@@ -475,7 +475,7 @@ def draw_noise(rows, path, title=None):
         axis.plot([], [], dot + line, color="black", fillstyle=filling, label=label)
         without = mean([r for r in own if "noise" not in r["arm"]])
         axis.axhline(100 * without, color="black", linestyle=line, linewidth=0.6)
-    logs = {path.stem: json.loads(path.read_text()) for path in PRECISION.glob("*.json")}
+    logs = {path.stem: json.loads(path.read_text()) for path in ROUNDING.glob("*.json")}
     log_s = {form: log["128"]["off the grid"] for form, log in logs.items()}
     exact = log_s.pop("float32")
     for form, rounded in log_s.items():

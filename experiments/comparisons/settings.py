@@ -1,4 +1,4 @@
-"""The experiments that rivals.py runs: the tasks, and the variants of GSPO that are compared.
+"""The experiments that runs.py makes: the tasks, and the variants of GSPO that are compared.
 
 An experiment is a dictionary {panel: {label: variant}}. A panel is a part of its table and picture.
 A variant, which the code and the logs call an arm, is a dictionary of its settings:
@@ -7,11 +7,11 @@ A variant, which the code and the logs call an arm, is a dictionary of its setti
     algorithm   of train_math.py
     eps         the lower clip range (the upper one is 4/3 of it), or both as a list
     epochs, minibatches, learning_rate, max_steps    settings of train_math.py
-    loss        the arguments of rival_parts.surrogate
+    loss        the arguments of parts.surrogate
     successor   a loss of successors.py
     first       a variant that is trained before this one
     advantages, autocast, critic, engine, noise, replay, step_rewards, turns
-                parts of rival_parts.py, which rivals.pieces_of selects
+                functions and classes of parts.py, which runs.pieces_of selects
 
 The labels are printed in the published tables, which call the clipping rule a gate.
 """
@@ -20,7 +20,7 @@ from functools import partial
 
 import train_math
 from common.tiny_model import tiny_model
-from experiments import rival_parts as parts
+from experiments.comparisons import parts
 
 # ---- the tasks -----------------------------------------------------------------------------------
 

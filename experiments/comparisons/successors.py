@@ -1,7 +1,7 @@
 """The losses of GSPO's successors and of related algorithms, with the arguments of gspo.gspo_loss.
 
 Each docstring says what eps_low and eps_high mean. The values of the papers are in
-rival_settings.SUCCESSORS. The formulas are those of public implementations (TRL, verl, SkyRL). Only
+settings.SUCCESSORS. The formulas are those of public implementations (TRL, verl, SkyRL). Only
 the abstracts of the papers were read. Numbers such as 2511.20347 are those of arXiv.
 """
 import torch

@@ -1,7 +1,7 @@
 """Compares a step of train_math.py with one of TRL's GRPOTrainer in GSPO mode, on one CPU core.
 
     python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
-    OMP_NUM_THREADS=1 .venv-trl/bin/python -m experiments.bench_vs_trl       # an hour, Linux
+    OMP_NUM_THREADS=1 .venv-trl/bin/python -m experiments.speed.bench_vs_trl    # an hour, Linux
 
 TRL is installed in a separate environment. The model is a Qwen3 of two layers with random weights
 in float32. Both sides use fused AdamW, groups of 8, and 4 minibatches of one micro-batch. There are
@@ -20,9 +20,9 @@ and gradient on one frozen rollout.
 A round is our step and then each of TRL's steps, in one process. Times are CPU seconds of the
 process. Memory is the peak during a step, minus what the process held when the step began. It
 therefore does not include the weights and AdamW's state, which are the same for all. The last line
-is one JSON object. The numbers of each round and table.md are written to results/bench_vs_trl/, or
-to --output_dir. `--device cuda` measures wall-clock time and the memory of the GPU instead. It has
-never run on a GPU.
+is one JSON object. The numbers of each round and table.md are written to
+results/speed/bench_vs_trl/, or to --output_dir. `--device cuda` measures wall-clock time and the
+memory of the GPU instead. It has never run on a GPU.
 """
 import argparse
 import ctypes
@@ -54,7 +54,7 @@ try:
 except ImportError:  # the table can be made without TRL
     trl = None
 
-RESULTS = Path(__file__).with_name("results") / "bench_vs_trl"
+RESULTS = Path(__file__).parents[1] / "results" / "speed" / "bench_vs_trl"
 PROMPTS = {512: 16, 151936: 4}  # prompts per step
 HIDDEN = {512: 64, 151936: 896}  # hidden size; the second pair is that of Qwen2.5-0.5B
 GROUP, MINIBATCHES, END = 8, 4, 1

@@ -1,6 +1,6 @@
 """Measures the GFLOP/s of one CPU core in matrix products with the shapes of Qwen2.5-0.5B.
 
-    python -m experiments.gflops float32     or bfloat16, or medium
+    python -m experiments.speed.gflops float32     or bfloat16, or medium
 
 The time is CPU time. `medium` is float32 with torch.set_float32_matmul_precision("medium"), which
 uses oneDNN instead of MKL.

@@ -1,6 +1,6 @@
 """Measures seconds and memory of a training step on one GPU, for several samplers and for TRL.
 
-    python -m experiments.gpu_speed --model FOLDER_OR_HUB_ID --dataset GSM8K [--variants ...]
+    python -m experiments.speed.gpu_speed --model FOLDER_OR_HUB_ID --dataset GSM8K [--variants ...]
 
 Each variant trains for a few steps with the default settings, on the same questions. The first step
 is a warm-up. Each step is printed as a line of JSON, and appended to gpu_speed.jsonl. The line has

@@ -1,6 +1,6 @@
 """What does each importance ratio correct? This is computed exactly, without training.
 
-    python -m experiments.rivals exact      half a minute on one core
+    python -m experiments.tiny.exact      half a minute on one core
 
 The policy is small enough to enumerate: 16 contexts and 8 tokens, where position t of a response
 has the context t mod 16. Token 0 is a mistake. A response is correct (reward 1) if it contains no
@@ -12,10 +12,11 @@ in the direction of the gradient of J ("improved") or in a random direction.
 
 exact.png shows the direction of four estimates against the length, in expectation and for one
 batch: without a ratio, with GRPO's token ratios, with GSPO's sequence ratio, and with the sequence
-ratio without the root. The numbers are in results/rivals/exact_ratios.jsonl.
+ratio without the root. The numbers are in results/tiny/exact_ratios.jsonl.
 """
 import itertools
 import statistics
+from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
@@ -24,6 +25,7 @@ from tqdm import tqdm
 from common.logs import write
 from common.plot import STYLES
 
+RESULTS = Path(__file__).parents[1] / "results" / "tiny"
 CONTEXTS = 16
 TOKENS = 8
 BATCH = 128
@@ -193,9 +195,13 @@ def draw_ratios(rows, path):
     figure.savefig(path, dpi=130)
 
 
-def main(results):
+def main():
     torch.set_num_threads(1)
     jobs = list(itertools.product(LENGTHS, SPREADS, HOW, SEEDS))
     rows = [ratios(*job) for job in tqdm(jobs)]
-    write(results / "exact_ratios.jsonl", rows)
-    draw_ratios(rows, results / "exact.png")
+    write(RESULTS / "exact_ratios.jsonl", rows)
+    draw_ratios(rows, RESULTS / "exact.png")
+
+
+if __name__ == "__main__":
+    main()

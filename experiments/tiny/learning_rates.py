@@ -1,13 +1,13 @@
 """GSPO, GRPO and no clip, each at its best learning rate: the runs that learning_rates.md plans.
 
-    OMP_NUM_THREADS=1 python -m experiments.learning_rates                 makes what is missing
-    OMP_NUM_THREADS=1 python -m experiments.learning_rates --models 1 3 --tasks long      some of it
+    OMP_NUM_THREADS=1 python -m experiments.tiny.learning_rates            makes what is missing
+    OMP_NUM_THREADS=1 python -m experiments.tiny.learning_rates --models 1 3 --tasks long    a part
 
 A starting model takes some 12 minutes of one core on the long task, and 13 on the small world. Each
-run is a line of results/learning_rates.jsonl, and no run is made twice, so an interrupted command
-can simply be given again. Several processes can share the work if each has its own models or task.
-Afterwards, and with --models 0 at once, the tables are printed and kept in
-results/learning_rates.md, and results/learning_rates.png is drawn.
+run is a line of results/tiny/learning_rates.jsonl, and no run is made twice, so an interrupted
+command can simply be given again. Several processes can share the work if each has its own models
+or task. Afterwards, and with --models 0 at once, the tables are printed and kept in
+results/tiny/learning_rates.md, and results/tiny/learning_rates.png is drawn.
 """
 import argparse
 import statistics
@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 import train_math
 from common.intervals import mean_difference
 from common.logs import append, read
-from experiments import rivals
-from experiments.rival_settings import GRPO, GSPO, NO_LOWER_BOUND, arm
+from experiments.comparisons import runs
+from experiments.comparisons.settings import GRPO, GSPO, NO_LOWER_BOUND, arm
 from lesson.seeds import STYLES
 
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(__file__).parents[1] / "results" / "tiny"
 LOG = RESULTS / "learning_rates.jsonl"
 MODELS = {"long": (17, 18, 19, 20, 21, 22), "world": (31, 32, 33, 34, 35, 36)}
 RATES = {
@@ -47,21 +47,21 @@ def run(task, start, name, rate):
     line = {"task": task, "start": start, "algorithm": name, "learning_rate": rate}
     if any(row == row | line for row in read(LOG)):
         return
-    line["before"] = rivals.cold_start(task, start)
+    line["before"] = runs.cold_start(task, start)
     algorithm = GRPO if name == "GRPO" else GSPO
     spec = arm(algorithm, RANGES[task][name], task=task, learning_rate=rate)
-    model, tokenizer = train_math.load(rivals.cold_folder(task, start), "cpu")
+    model, tokenizer = train_math.load(runs.cold_folder(task, start), "cpu")
     try:
-        rows, _ = rivals.train(spec, model, tokenizer, 100 * start)
-        for metric in (*rivals.KEPT, "seconds"):
-            line[metric] = [rivals.four_digits(row[metric]) for row in rows]
+        rows, _ = runs.train(spec, model, tokenizer, 100 * start)
+        for metric in (*runs.KEPT, "seconds"):
+            line[metric] = [runs.four_digits(row[metric]) for row in rows]
     except FloatingPointError as problem:
         line["problem"] = str(problem)
     for questions, temperatures in QUESTIONS.items():
         line[questions] = dict.fromkeys(temperatures, 0.0)  # for a run that diverged
         if "problem" not in line:
             for t in temperatures:
-                line[questions][t] = rivals.accuracy(
+                line[questions][t] = runs.accuracy(
                     model, tokenizer, task, start, questions, float(t))
     append(LOG, line)
     print(task, start, name, rate, line["validation"], line["held out"], flush=True)
@@ -89,12 +89,12 @@ def values(lines, questions, temperature):
     return [line[questions][temperature] for line in lines]
 
 
-def choice(runs, name):
+def choice(found, name):
     """(learning rate, temperature) of an algorithm, from the validation questions alone.
 
     In a tie, the lower learning rate and the higher temperature are taken."""
     def mean(rate, temperature):
-        return statistics.fmean(values(runs[name, rate], "validation", temperature))
+        return statistics.fmean(values(found[name, rate], "validation", temperature))
 
     best = max(RATES[name], key=lambda rate: mean(rate, "1.0"))
     temperatures = QUESTIONS["validation"]
@@ -113,8 +113,8 @@ def grid(tasks):
     """The mean accuracies of every algorithm and learning rate."""
     lines = ["| task | algorithm | learning rate | validation, sampled | held out, sampled "
              "| at 0.7 | at 0.5 | greedy | held out, sampled, each model |", "|---" * 9 + "|"]
-    for task, runs in tasks.items():
-        for (name, rate), own in runs.items():
+    for task, found in tasks.items():
+        for (name, rate), own in found.items():
             cells = [task, name, f"{rate:g}", percent(values(own, "validation", "1.0"))]
             for temperature in QUESTIONS["held out"]:
                 cells.append(percent(values(own, "held out", temperature)))
@@ -128,15 +128,15 @@ def comparison(tasks):
     lines = [f"| task | models | decoding | {' | '.join(RATES)} | GSPO minus GRPO, points "
              "| GSPO minus no clip, points |", "|---" * 8 + "|"]
     choices = ["\nChosen on the validation questions:\n"]
-    for task, runs in tasks.items():
+    for task, found in tasks.items():
         held_out = {"sampled": {}, "best temperature": {}, "greedy": {}}
         for name, rates in RATES.items():
-            rate, temperature = choice(runs, name)
+            rate, temperature = choice(found, name)
             edge = ", an end of the grid" if rate in (rates[0], rates[-1]) else ""
             choices.append(f"- {task}, {name}: learning rate {rate:g}{edge}; "
                            f"best temperature {temperature}")
             for decoding, at in zip(held_out, ("1.0", temperature, "0.0")):
-                held_out[decoding][name] = values(runs[name, rate], "held out", at)
+                held_out[decoding][name] = values(found[name, rate], "held out", at)
         for decoding, own in held_out.items():
             cells = [task, str(len(own["GSPO"])), decoding, *map(percent, own.values())]
             for other in ("GRPO", "no clip"):
@@ -153,10 +153,10 @@ def draw(tasks, path):
     """Sampled held-out accuracy against the learning rate, with a panel for each task."""
     figure = Figure((1 + 5 * len(tasks), 4.6), layout="constrained")
     axes = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-    for axis, (task, runs) in zip(axes, tasks.items()):
+    for axis, (task, found) in zip(axes, tasks.items()):
         for name, rates in RATES.items():
             color, line, marker = STYLES[name]
-            curves = [[100 * x for x in values(runs[name, rate], "held out", "1.0")]
+            curves = [[100 * x for x in values(found[name, rate], "held out", "1.0")]
                       for rate in rates]
             means = [statistics.fmean(curve) for curve in curves]
             axis.plot(rates, curves, line, color=color, alpha=0.4, linewidth=0.7)
@@ -181,7 +181,7 @@ def main():
     parser.add_argument("--tasks", nargs="+", choices=list(MODELS), default=list(MODELS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rivals.COLD.mkdir(parents=True, exist_ok=True)
+    runs.COLD.mkdir(parents=True, exist_ok=True)
     for model in filter(None, args.models):
         for task in args.tasks:
             for name, rate in GRID:

@@ -1,14 +1,14 @@
 """Is the movement of the policy a good clip range? Makes the runs that range_rule.md predicts.
 
-    OMP_NUM_THREADS=1 python -m experiments.range_rule                 all missing runs
-    OMP_NUM_THREADS=1 python -m experiments.range_rule --models 1 3 --tasks long      some of them
+    OMP_NUM_THREADS=1 python -m experiments.tiny.range_rule                               all runs
+    OMP_NUM_THREADS=1 python -m experiments.tiny.range_rule --models 1 3 --tasks long    a part
 
 The movement is the median of log_ratio_std over rollouts 2 to 4. A starting model takes about 8
 minutes of one idle core on the long task, and 15 minutes on the small world. Each run is a line of
-results/range_rule.jsonl, and no run is made twice. If the command is interrupted, run it again to
-continue. Several processes can divide the work if each has its own models or its own task. At the
-end, the tables are printed and written to results/range_rule.md, and results/range_rule.png is
-drawn. With --models 0, this is all that is done.
+results/tiny/range_rule.jsonl, and no run is made twice. If the command is interrupted, run it again
+to continue. Several processes can divide the work if each has its own models or its own task. At
+the end, the tables are printed and written to results/tiny/range_rule.md, and
+results/tiny/range_rule.png is drawn. With --models 0, this is all that is done.
 """
 import argparse
 import statistics
@@ -21,10 +21,9 @@ from matplotlib.figure import Figure
 import train_math
 from common.intervals import mean_difference
 from common.logs import append, read
-from experiments import rival_parts as parts
-from experiments import rivals
+from experiments.comparisons import parts, runs
 
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(__file__).parents[1] / "results" / "tiny"
 LOG = RESULTS / "range_rule.jsonl"
 FACTORS = (0.1, 0.5, 2, 8)  # the lower clip range in units of the movement
 RULE = 0.5  # the factor that represents the rule
@@ -46,10 +45,10 @@ def train(task, updates, learning_rate, start, low, rollouts=None):
 
     rollouts: stop after this number, without a change of the learning rate schedule. Returns the
     model, its tokenizer and a row of metrics per rollout."""
-    model, tokenizer = train_math.load(rivals.cold_folder(task, start), "cpu")
-    cfg = replace(rivals.settings_of(task), **UPDATES[task][updates], seed=100 * start,
+    model, tokenizer = train_math.load(runs.cold_folder(task, start), "cpu")
+    cfg = replace(runs.settings_of(task), **UPDATES[task][updates], seed=100 * start,
                   learning_rate=learning_rate, eps_low=low, eps_high=low * 4 / 3)
-    questions = rivals.TASKS[task].questions(cfg.seed, cfg.prompts_per_step * cfg.max_steps)
+    questions = runs.TASKS[task].questions(cfg.seed, cfg.prompts_per_step * cfg.max_steps)
     stopped = []
     scored = []
 
@@ -66,8 +65,8 @@ def train(task, updates, learning_rate, start, low, rollouts=None):
 def held_out_accuracy(model, tokenizer, task, temperature, samples):
     """The accuracy on the held-out questions, with this number of samples per question."""
     torch.manual_seed(0)
-    questions = rivals.TASKS[task].questions("held out", 256)
-    cfg = rivals.settings_of(task)
+    questions = runs.TASKS[task].questions("held out", 256)
+    cfg = runs.settings_of(task)
     cfg = replace(cfg, rollout_rows=cfg.rollout_rows * cfg.group_size)
     accuracies = []
     for _ in range(samples):
@@ -86,7 +85,7 @@ def movement_of(rows):
 def kept(rows):
     """The metrics that are logged, {name: values of all rollouts}."""
     names = ("reward", "entropy", "clip_fraction", "log_ratio_std", "seconds")
-    return {name: [rivals.four_digits(row[name]) for row in rows] for name in names}
+    return {name: [runs.four_digits(row[name]) for row in rows] for name in names}
 
 
 def run(key, factor):
@@ -96,7 +95,7 @@ def run(key, factor):
     if (*key, factor) in done:
         return
     task, updates, learning_rate, start = key
-    before = rivals.cold_start(task, start)
+    before = runs.cold_start(task, start)
     line = dict(zip(("task", "updates", "learning_rate", "start"), key), factor=factor)
     if factor is None:
         _, _, rows = train(*key, PAPERS, max(MEASURED))
@@ -218,7 +217,7 @@ def main():
                         help="only these tasks (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rivals.COLD.mkdir(parents=True, exist_ok=True)
+    runs.COLD.mkdir(parents=True, exist_ok=True)
     for model in filter(None, args.models):
         for task, updates, learning_rate in settings():
             if task in args.tasks:

@@ -1,19 +1,20 @@
 """The importance ratios of tokens and of responses: how much they vary, and how many are clipped.
 
-    python -m experiments.rivals ratios                                           the tiny model
-    python -m experiments.rivals ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   and a real model
+    python -m experiments.tiny.ratios                                           the tiny model
+    python -m experiments.tiny.ratios --model FOLDER_OR_HUB_ID --gsm8k FOLDER   and a real model
 
 train_math.train makes one rollout and its optimizer steps, one for each of four minibatches. Then
 the importance ratios of the policy after these updates to the policy that sampled are measured. A
 second epoch would start with these ratios. They are measured for all responses with a gradient, cut
 to their first 8, 32, 128 and 512 tokens.
 
-The tiny model is trained on the long task of rivals.py at its learning rate, 3e-4, from three
-starting models. The real model is SmolLM2-135M-Instruct on questions of GSM8K, at a learning rate
-of 1e-6 in float32, with three seeds. This takes 15 minutes. 4 prompts x 4 responses of 512 tokens
-without an end token are sampled. The reward is 1 for an odd number of letters e, so that rewards
-differ. ratios.jsonl has a line for each model, seed and length.
+The tiny model is trained on the long task of comparisons/parts.py at its learning rate, 3e-4, from
+three starting models. The real model is SmolLM2-135M-Instruct on questions of GSM8K, at a learning
+rate of 1e-6 in float32, with three seeds. This takes 15 minutes. 4 prompts x 4 responses of 512
+tokens without an end token are sampled. The reward is 1 for an odd number of letters e, so that
+rewards differ. results/tiny/ratios.jsonl has a line for each model, seed and length.
 """
+import argparse
 import itertools
 import math
 from dataclasses import replace
@@ -21,13 +22,17 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 import train_math
 from common.logs import read, write
 from common.plot import STYLES
+from experiments.comparisons import parts, runs
+from experiments.comparisons.settings import settings_of
 from experiments.qwen.gsm8k import INSTRUCTION
 from gspo import clip_fraction, sequence_ratio
 
+RESULTS = Path(__file__).parents[1] / "results" / "tiny"
 LENGTHS = 8, 32, 128, 512
 GSPO = 3e-4, 4e-4
 GRPO = 0.2, 0.27
@@ -222,7 +227,23 @@ def table(rows):
     return "\n".join(lines) + "\n"
 
 
-def main(results, tiny_runs, model=None, gsm8k=None):
+def tiny_run(cold):
+    """(seed, the responses of one rollout on the long task after its updates) of the tiny model."""
+    runs.cold_start("long", cold)
+    cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=0.003, eps_high=0.004)
+    model, tokenizer = train_math.load(runs.cold_folder("long", cold), "cpu")
+    questions = parts.long_questions(cfg.seed, cfg.prompts_per_step)
+    return cfg.seed, after_one_rollout(model, tokenizer, questions, cfg)
+
+
+def rows_of(model, seed, responses):
+    """The rows of one run for ratios.jsonl: the measures at each length, and the histogram."""
+    found = [measure(responses, length) for length in LENGTHS]
+    found = [row for row in found if row] + [histogram(responses)]
+    return [{"model": model, "seed": seed, **row} for row in found]
+
+
+def report(results, tiny_runs, model=None, gsm8k=None):
     """tiny_runs: an iterable of (seed, responses) of the tiny model. A real model is measured if it
     is given. Otherwise its earlier rows are kept."""
     path = results / "ratios.jsonl"
@@ -243,8 +264,23 @@ def main(results, tiny_runs, model=None, gsm8k=None):
     print(text)
 
 
-def rows_of(model, seed, responses):
-    """The rows of one run for ratios.jsonl: the measures at each length, and the histogram."""
-    found = [measure(responses, length) for length in LENGTHS]
-    found = [row for row in found if row] + [histogram(responses)]
-    return [{"model": model, "seed": seed, **row} for row in found]
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--colds", type=int, default=3, help="number of starting models")
+    parser.add_argument("--model", help="hub id or folder of a real model")
+    parser.add_argument("--gsm8k", help="the folder with GSM8K's train.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the log and table")
+    args = parser.parse_args()
+    if args.colds < 1:
+        parser.error("--colds must be at least 1")
+    if (args.model is None) != (args.gsm8k is None):
+        parser.error("--model and --gsm8k must be given together")
+    torch.set_num_threads(1)
+    for folder in (args.results, runs.COLD):
+        folder.mkdir(parents=True, exist_ok=True)
+    tiny_runs = tqdm(map(tiny_run, range(args.colds)), "rollouts", args.colds)
+    report(args.results, tiny_runs, args.model, args.gsm8k)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """GSPO-token for conversations: an environment answers the model, and each turn has a reward.
 
-    python -m experiments.two_turns                      each turn has an advantage of its own
-    python -m experiments.two_turns --one_advantage      the whole conversation has one, as in GSPO
+    python -m experiments.tiny.two_turns                    each turn has its own advantage
+    python -m experiments.tiny.two_turns --one_advantage    the whole conversation has one (GSPO)
 
 The model guesses a hidden digit. The environment replies whether the digit is higher (+) or lower
 (-), and the model guesses again. The reward of a turn is 1 for the digit, 1/9 less for each digit

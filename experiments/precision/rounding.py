@@ -1,10 +1,11 @@
 """How much of log s is rounding? Five settings of precision are compared on a real model.
 
-    OMP_NUM_THREADS=1 python -m experiments.precision --gsm8k FOLDER [--model FOLDER_OR_HUB_ID]
+    OMP_NUM_THREADS=1 python -m experiments.precision.rounding --gsm8k FOLDER [--model MODEL]
 
-This takes an hour on one core. The model is SmolLM2-135M-Instruct, and FOLDER has GSM8K's
-train.jsonl. 16 responses of 512 tokens to its first four questions are sampled once, in float32.
-Their first 32 and 128 tokens serve as shorter responses.
+This takes an hour on one core. MODEL is a folder or a hub id. By default, it is
+SmolLM2-135M-Instruct, and FOLDER has GSM8K's train.jsonl. 16 responses of 512 tokens to its first
+four questions are sampled once, in float32. Their first 32 and 128 tokens serve as shorter
+responses.
 
 In each setting, the log-probs of the responses are computed with the same weights in four ways: by
 the training forward, by the sampler (token by token with a KV cache), with 64 more columns of
@@ -20,8 +21,8 @@ next bfloat16 number. The optimizer step is also measured on the weights "as pub
 TF32 needs a GPU. On a CPU it is emulated: the inputs and weights of the linear layers (but not of
 the attention) are rounded to 10 bits, and the products are summed in float32. float16 is slow on a
 CPU, which says nothing about GPUs. `--device cuda` uses the real TF32 and wall-clock times. It has
-never run on a GPU. The measured values and table.md are written to results/precision/, or to
---output_dir, and precision.png to the folder above.
+never run on a GPU. The measured values, table.md and rounding.png are written to
+results/precision/rounding/, or to --output_dir.
 """
 import argparse
 import contextlib
@@ -41,7 +42,7 @@ import train_math
 from experiments.qwen.gsm8k import INSTRUCTION
 from gspo import group_advantages, gspo_loss
 
-RESULTS = Path(__file__).with_name("results") / "precision"
+RESULTS = Path(__file__).parents[1] / "results" / "precision" / "rounding"
 LENGTHS = 32, 128, 512
 PROMPTS, GROUP, LOW, HIGH = 4, 4, 3e-4, 4e-4
 STARTS = "off the grid", "as published"
@@ -325,7 +326,7 @@ def report(folder, device):
     found = logged(folder, device)
     if "float32" in found:
         (folder / "table.md").write_text(table(found))
-        draw(found, folder.parent / "precision.png")
+        draw(found, folder / "rounding.png")
         print(table(found))
 
 

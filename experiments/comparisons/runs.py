@@ -1,20 +1,18 @@
 """Runs experiments that compare GSPO with other algorithms, on tasks that one CPU core trains in a
 minute.
 
-    python -m experiments.rivals NAME        an experiment of rival_settings.py; `all` for all
-    python -m experiments.rivals ratios      the importance ratios after one rollout: ratios.py
-    python -m experiments.rivals exact       exact gradients without training: exact.py
-    python -m experiments.rival_report all   tables and pictures again, without training
+    python -m experiments.comparisons NAME         an experiment of settings.py; `all` for all
+    python -m experiments.comparisons.report all   tables and pictures again, without training
 
 Every variant is trained by train_math.train from three starting models, which were trained before
 RL ("cold starts" in the code and the tables). The parts of train_math.py that a variant replaces
-(rival_parts.py, successors.py) are passed to that function.
+(parts.py, successors.py) are passed to that function.
 
-Each run adds one line to results/rivals/runs.jsonl. A run that is in this file is not repeated. If
-the command is interrupted, run it again to continue. A variant that belongs to two experiments is
-run once. After a change of the settings or of a part, use --results FOLDER, because the old runs
-would otherwise be reused. The starting models are kept in runs/rivals, and those of the small world
-in runs.
+Each run adds one line to results/comparisons/runs.jsonl. A run that is in this file is not
+repeated. If the command is interrupted, run it again to continue. A variant that belongs to two
+experiments is run once. After a change of the settings or of a part, use --results FOLDER, because
+the old runs would otherwise be reused. The starting models are kept in runs/comparisons, and those
+of the small world in runs.
 """
 import argparse
 import itertools
@@ -22,7 +20,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,15 +30,20 @@ from tqdm import tqdm
 import train_math
 from common.logs import append, read
 from common.tiny_model import tiny_tokenizer
-from experiments import exact, ratios, successors
-from experiments import rival_parts as parts
-from experiments.rival_report import RESULTS, arms_of, clips_as_logged, comparable, report
-from experiments.rival_settings import EXPERIMENTS, GSPO, NO_LOWER_BOUND, TASKS, settings_of
+from experiments.comparisons import parts, successors
+from experiments.comparisons.report import RESULTS, arms_of, clips_as_logged, comparable, report
+from experiments.comparisons.settings import (
+    EXPERIMENTS,
+    GSPO,
+    NO_LOWER_BOUND,
+    TASKS,
+    settings_of,
+)
 from gspo import grpo_loss, gspo_token_loss
 from lesson import tiny
 
-ROOT = Path(__file__).resolve().parents[1]
-COLD = ROOT / "runs" / "rivals"
+ROOT = Path(__file__).resolve().parents[2]
+COLD = ROOT / "runs" / "comparisons"
 KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm")
 
 
@@ -87,15 +89,6 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
     found = train_math.evaluate(
         model, tokenizer, questions, cfg, temperature, reward=parts.task_reward)
     return found["eval_reward"]
-
-
-def one_rollout(cold):
-    """For ratios.py: (seed, the responses of one rollout on the long task after its updates)."""
-    cold_start("long", cold)
-    cfg = replace(settings_of("long"), seed=100 * cold, epochs=1, eps_low=0.003, eps_high=0.004)
-    model, tokenizer = train_math.load(cold_folder("long", cold), "cpu")
-    questions = parts.long_questions(cfg.seed, cfg.prompts_per_step)
-    return cfg.seed, ratios.after_one_rollout(model, tokenizer, questions, cfg)
 
 
 def pieces_of(spec, model, tokenizer):
@@ -245,40 +238,20 @@ def run_all(arms, colds, seeds, jobs, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", choices=["exact", "ratios", *EXPERIMENTS, "all"],
-                        help="the experiment")
+    parser = argparse.ArgumentParser(prog="python -m experiments.comparisons",
+                                     description=__doc__.split("\n\n")[0])
+    parser.add_argument("name", choices=[*EXPERIMENTS, "all"], help="the experiment")
     parser.add_argument("--colds", type=int, default=3, help="number of starting models")
     parser.add_argument("--seeds", type=int, default=1, help="number of runs per starting model")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
                         help="number of processes, which use one core each")
     parser.add_argument("--results", type=Path, default=RESULTS,
                         help="folder of the logs and tables; runs that it has are not repeated")
-    parser.add_argument("--model", help="for ratios: hub id or folder of a real model")
-    parser.add_argument("--gsm8k", help="for ratios: the folder with GSM8K's train.jsonl")
     args = parser.parse_args()
     if min(args.colds, args.seeds, args.jobs) < 1:
         parser.error("--colds, --seeds and --jobs must be at least 1")
-    if (args.model is None) != (args.gsm8k is None):
-        parser.error("--model and --gsm8k must be given together")
     for folder in (args.results, COLD):
         folder.mkdir(parents=True, exist_ok=True)
-    names = ["exact", "ratios", *EXPERIMENTS] if args.name == "all" else [args.name]
-    for name in names:
-        if name == "exact":
-            exact.main(args.results)
-        elif name == "ratios":
-            torch.set_num_threads(1)
-            rollouts = tqdm(map(one_rollout, range(args.colds)), "rollouts", args.colds)
-            ratios.main(args.results, rollouts, args.model, args.gsm8k)
-        else:
-            path = args.results / "runs.jsonl"
-            run_all(arms_of(name), args.colds, args.seeds, args.jobs, path)
-            report(name, args.results)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("\nStopped. Run the same command again to continue. Unfinished runs are repeated.")
+    for name in EXPERIMENTS if args.name == "all" else [args.name]:
+        run_all(arms_of(name), args.colds, args.seeds, args.jobs, args.results / "runs.jsonl")
+        report(name, args.results)
