@@ -83,6 +83,8 @@ def main(argv=None):
         print(path.relative_to(RESULTS.parents[1]))
     if args.pictures:
         draw_pictures()
+        for path in RESULTS.rglob("*.png"):
+            plot.shrink(path)
 
 
 if __name__ == "__main__":
