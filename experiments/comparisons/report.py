@@ -456,8 +456,8 @@ def draw_cooling(rows, path):
 def draw_noise(rows, path, title=None):
     """The accuracy against the noise in the clipping rule, in units of the standard deviation of
     log s that training causes. The dotted lines are what rounding adds to log s on SmolLM2, in
-    units of what one step at a learning rate of 1e-6 causes there (from the logs of precision.py).
-    """
+    units of what one step at a learning rate of 1e-6 causes there (from the logs of
+    precision/rounding.py)."""
     figure = Figure((9.5, 5), layout="constrained")
     axis = figure.subplots()
     for epochs, dot, line, filling in ((4, "o", "-", "full"), (1, "^", "--", "none")):
