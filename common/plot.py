@@ -71,6 +71,15 @@ def styles_of(runs):
     return found
 
 
+def shrink(path):
+    """Reduces a picture to 256 colours, which makes its file less than half as large."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(256)
+    small.save(path, optimize=True)
+
+
 def draw(runs, path, eps_high=None, title=None):
     """Draws runs, which is {label: rows of metrics}.
 

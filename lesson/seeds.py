@@ -233,6 +233,7 @@ def draw(runs, path):
                         "one update: one optimizer step per rollout", handlelength=4)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+    plot.shrink(path)
 
 
 def tabulate():

@@ -1,16 +1,16 @@
-"""common/intervals.py, and the answers of models to held-out questions: evaluate.py, gsm8k.py."""
+"""common/intervals.py and common/evaluate.py: the answers of models to held-out questions."""
 import math
 from pathlib import Path
 
 import pytest
 
+from common import evaluate
 from common.intervals import accuracy_text, gain_text, paired
 from common.logs import read
-from experiments import evaluate
 from experiments.qwen import gsm8k
 from tests.conftest import one_line, sums, write_jsonl
 
-RESULTS = Path(gsm8k.__file__).parents[1] / "results" / "gsm8k"
+RESULTS = Path(gsm8k.__file__).parents[1] / "results" / "qwen" / "gsm8k"
 
 
 class TestGain:

@@ -1,4 +1,4 @@
-"""experiments/learning_rates.py: the runs, the choice on other questions, and the comparison."""
+"""experiments/tiny/learning_rates.py: runs, the choice on other questions, the comparison."""
 import random
 import sys
 
@@ -6,7 +6,8 @@ import pytest
 
 from common.intervals import mean_difference
 from common.logs import append, read
-from experiments import learning_rates, range_rule, rivals
+from experiments.comparisons import report, runs
+from experiments.tiny import learning_rates, range_rule
 from lesson import seeds
 
 
@@ -44,11 +45,11 @@ def trained(monkeypatch):
         found.append((spec, seed))
         if spec["learning_rate"] > 5e-4:
             raise FloatingPointError("the loss is not finite")
-        return [dict.fromkeys((*rivals.KEPT, "seconds"), 0.5)], None
+        return [dict.fromkeys((*runs.KEPT, "seconds"), 0.5)], None
 
-    monkeypatch.setattr(rivals, "cold_start", lambda task, start: {"1.0": 0.3})
-    monkeypatch.setattr(rivals, "train", train)
-    monkeypatch.setattr(rivals, "accuracy",
+    monkeypatch.setattr(runs, "cold_start", lambda task, start: {"1.0": 0.3})
+    monkeypatch.setattr(runs, "train", train)
+    monkeypatch.setattr(runs, "accuracy",
                         lambda model, tokenizer, task, start, name, temperature: temperature / 2)
     monkeypatch.setattr(learning_rates.train_math, "load", lambda folder, device: (None, None))
     return found
@@ -66,7 +67,7 @@ def test_the_interval_is_student_s_over_paired_differences():
 
 def test_no_committed_run_used_these_starting_models():
     for task, starts in learning_rates.MODELS.items():
-        used = {row["cold"] for row in read(rivals.RESULTS / "runs.jsonl")
+        used = {row["cold"] for row in read(report.RESULTS / "runs.jsonl")
                 if row["arm"]["task"] == task}
         assert used
         assert not set(starts) & (used | set(range_rule.MODELS[task]))
@@ -81,9 +82,9 @@ def test_a_run_has_its_settings_and_is_not_made_twice(log, trained):
     (grpo, seed), (no_clip, _) = trained
     assert (grpo["task"], grpo["algorithm"], seed) == ("long", "grpo", 1700)
     assert (grpo["epochs"], grpo["learning_rate"]) == (4, 2e-4)
-    assert rivals.clip_range(grpo) == (0.1, 0.13)
+    assert runs.clip_range(grpo) == (0.1, 0.13)
     assert (no_clip["task"], no_clip["algorithm"]) == ("world", "gspo")
-    assert rivals.clip_range(no_clip) == (1.0, 1e9)
+    assert runs.clip_range(no_clip) == (1.0, 1e9)
     first, second = read(log)
     assert first["validation"] == {"1.0": 0.5, "0.7": 0.35, "0.5": 0.25}
     assert first["held out"] == {"1.0": 0.5, "0.7": 0.35, "0.5": 0.25, "0.0": 0.0}

@@ -135,3 +135,20 @@ def test_draws_a_run_in_its_style(tmp_path, monkeypatch):
     drawn = {line.get_label(): line for line in kept[0].axes[1].lines}
     assert (drawn["first"].get_color(), drawn["first"].get_linestyle()) == ("#D55E00", ":")
     assert (drawn["second"].get_color(), drawn["second"].get_linestyle()) == ("#0072B2", "-")
+
+
+def test_a_picture_becomes_smaller_and_keeps_its_colours(tmp_path):
+    from PIL import Image
+
+    path = tmp_path / "picture.png"
+    plot.draw({"gspo": with_settings()}, path)
+    size = path.stat().st_size
+    with Image.open(path) as picture:
+        before = picture.convert("RGB")
+    plot.shrink(path)
+    assert path.stat().st_size < size / 2
+    with Image.open(path) as picture:
+        after = picture.convert("RGB")
+    assert after.size == before.size
+    far = sum(abs(a - b) > 16 for a, b in zip(before.tobytes(), after.tobytes()))
+    assert far < 0.001 * len(before.tobytes())

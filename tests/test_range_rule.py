@@ -1,7 +1,7 @@
-"""experiments/range_rule.py: the movement, and the predictions."""
+"""experiments/tiny/range_rule.py: the movement, and the predictions."""
 import pytest
 
-from experiments import range_rule
+from experiments.tiny import range_rule
 
 
 def lines(accuracy):

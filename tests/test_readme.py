@@ -14,6 +14,9 @@ from gspo import group_advantages, gspo_loss
 TOP = Path(__file__).resolve().parents[1]
 FOUND = [*TOP.glob("*.md"), *TOP.glob("lesson/*.md"), *TOP.glob("experiments/*.md")]
 PAGES = sorted(str(page.relative_to(TOP)) for page in FOUND)
+LINKING = sorted(str(page.relative_to(TOP)) for kind in ("*.md", "*.ipynb")
+                 for page in (*TOP.glob(kind), *TOP.glob(f"lesson/**/{kind}"),
+                              *TOP.glob(f"experiments/**/{kind}")))
 OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard")  # a block that needs one may be skipped
 
 
@@ -31,6 +34,15 @@ def is_missing(module, code):
     spec = importlib.util.find_spec(module)
     is_installed = spec is not None and spec.origin is not None
     return not is_installed and re.search(rf"(import|from) .*\b{module}\b", code)
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_links_lead_to_files(page):
+    """Relative links, also those to pictures. Anchors and addresses on the web are not tested."""
+    links = re.findall(r"\]\(([^)\s#]+)", text_of(page))
+    links = [link for link in links if not link.startswith(("http", "mailto:"))]
+    missing = [link for link in links if not (TOP / page).parent.joinpath(link).exists()]
+    assert not missing
 
 
 class TestReadme:

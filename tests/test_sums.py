@@ -12,7 +12,7 @@ from common.logs import read, write
 from experiments.qwen import sums, sums_given, sums_range
 from tests.conftest import one_line
 
-RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "sums"
+RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "qwen" / "sums"
 PAGE = (RESULTS / "README.md").read_text(encoding="utf-8")
 
 

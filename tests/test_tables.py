@@ -9,8 +9,8 @@ def test_tables_follow_from_the_logs_byte_for_byte():
         assert path.read_text(encoding="utf-8") == text, path
 
 
-def test_no_table_of_the_rivals_is_missed():
-    published = set(tables.rival_report.RESULTS.glob("*.md"))
+def test_no_table_of_the_comparisons_is_missed():
+    published = set(tables.report.RESULTS.glob("*.md"))
     assert published <= tables.tables().keys()
 
 
@@ -23,7 +23,7 @@ def test_each_picture_can_be_drawn_from_the_logs(monkeypatch):
 
 
 def test_the_command_writes_them(tmp_path, monkeypatch, capsys):
-    path = tables.RESULTS / "gsm8k" / "table.md"
+    path = tables.GSM8K / "table.md"
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "a" / "b")
     target = tmp_path / "table.md"
     monkeypatch.setattr(tables, "tables", lambda: {target: path.read_text(encoding="utf-8")})

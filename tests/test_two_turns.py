@@ -1,4 +1,4 @@
-"""experiments/two_turns.py: a conversation with one advantage per turn."""
+"""experiments/tiny/two_turns.py: a conversation with one advantage per turn."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import torch
 
 import train_math
 from common.tiny_model import tiny_tokenizer
-from experiments import two_turns
-from experiments.two_turns import GuessTwice
+from experiments.tiny import two_turns
+from experiments.tiny.two_turns import GuessTwice
 
 
 @pytest.fixture

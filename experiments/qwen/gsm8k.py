@@ -2,7 +2,7 @@
 
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID        # Qwen: hours
     python -m experiments.qwen.gsm8k --gsm8k FOLDER --model FOLDER_OR_HUB_ID --preset smollm2
-    python -m experiments.qwen.gsm8k --show experiments/results/gsm8k         # the table again
+    python -m experiments.qwen.gsm8k --show experiments/results/qwen/gsm8k    # the table again
 
 FOLDER has train.jsonl and test.jsonl. Only questions with one or two steps and fewer than 220
 characters are used. --parts selects the parts of the experiment. A part that is finished is not
@@ -26,10 +26,9 @@ from pathlib import Path
 import torch
 
 import train_math
-from common import warm_up
+from common import evaluate, warm_up
 from common.logs import read, write
 from common.plot import draw
-from experiments import evaluate
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
 COLD = {"qwen": 10, "smollm2": 12}

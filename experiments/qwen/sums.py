@@ -26,10 +26,10 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import train_math
+from common import evaluate
 from common.intervals import accuracy, accuracy_text, gain_text
 from common.logs import read, write
 from common.plot import MORE_STYLES, STYLES
-from experiments import evaluate
 from support.runs import MAY_CHANGE, fingerprint
 
 SETTINGS = [

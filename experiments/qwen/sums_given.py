@@ -13,9 +13,9 @@ import argparse
 from pathlib import Path
 
 import train_math
+from common import evaluate
 from common.intervals import accuracy_text, gain_text
 from common.logs import read
-from experiments import evaluate
 from experiments.qwen import sums
 
 COMPARED = [("before", "before_given"), ("before_given", "after"), ("before_given", "after_given"),

@@ -1,7 +1,7 @@
 """Which clip range and which learning rate suit sums.py?
 
     python -m experiments.qwen.sums_range --model MODEL
-    python -m experiments.qwen.sums_range --show experiments/results/sums/range
+    python -m experiments.qwen.sums_range --show experiments/results/qwen/sums/range
 
 Each variant ("arm" in the table) is one run of sums.py, with a seed that is not used elsewhere. The
 variants are evaluated on 256 training questions of sums.py, which are not trained on here. The 256

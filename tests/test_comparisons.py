@@ -1,0 +1,827 @@
+"""experiments/comparisons: the parts of its variants, the tasks, runs, tables and pictures. The
+arithmetic of experiments/tiny/exact.py is tested here, too."""
+import itertools
+import json
+import math
+import random
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import tensor
+from torch.testing import assert_close
+
+import train_math
+from common.logs import write
+from common.tiny_model import tiny_model, tiny_tokenizer
+from experiments.comparisons import parts, report, runs, settings, successors
+from experiments.tiny import exact
+from gspo import grpo_loss, gspo_loss
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def model(tokenizer):
+    return tiny_model(tokenizer, 0)
+
+
+@pytest.fixture
+def batch():
+    """log_probs, old_log_probs, advantages, mask of 6 responses of 2 to 7 tokens. Some ratios are
+    beyond any clip range."""
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, 7, generator=g) * 3
+    new = old + 0.3 * torch.randn(6, 7, generator=g)
+    advantages = torch.randn(6, generator=g)
+    lengths = torch.arange(2, 8)
+    mask = torch.arange(7) < lengths[:, None]
+    return new, old, advantages, mask
+
+
+def gradient(loss, batch, eps=(0.01, 0.02)):
+    log_probs, *others = batch
+    log_probs = log_probs.clone().requires_grad_()
+    value = loss(log_probs, *others, *eps, denominator=6)
+    value.backward()
+    return log_probs.grad
+
+
+def pushes(batch, weight, gate, eps=(0.01, 0.02), **more):
+    return gradient(parts.surrogate(weight, gate, **more), batch, eps)
+
+
+def log_probs_of(model, b):
+    return train_math.response_log_probs(model, b, 1.0)
+
+
+def micro_batch(responses, advantages=None):
+    prompts = [[5, 9], [6]]
+    rows = range(len(responses))
+    return train_math.MicroBatch(prompts, responses, rows, "cpu", advantages)
+
+
+def written(tokenizer, *texts):
+    return [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
+
+
+def one_batch(build_minibatches, *arguments):
+    """A whole rollout as one minibatch of one micro-batch."""
+    cfg = train_math.Settings(device="cpu", minibatches=1)
+    minibatches = build_minibatches(*arguments, cfg)
+    assert [len(minibatch) for minibatch in minibatches] == [1]
+    return minibatches[0][0]
+
+
+class TestSurrogate:
+    @pytest.mark.parametrize("eps", [(0.003, 0.004), (0.1, 0.2), (0.8, 9.0)])
+    def test_has_the_gradient_of_the_algorithm_on_its_diagonal(self, batch, eps):
+        grpo = pushes(batch, "token", "token", eps=eps)
+        assert_close(grpo, gradient(grpo_loss, batch, eps))
+        gspo = pushes(batch, "sequence", "sequence", eps=eps)
+        assert_close(gspo, gradient(gspo_loss, batch, eps))
+
+    def test_off_the_diagonal_combines_one_weight_with_another_gate(self, batch):
+        weighted = pushes(batch, "token", "one")  # 1 is never clipped
+        gated = pushes(batch, "one", "sequence")
+        plain = pushes(batch, "one", "one")
+        kept = gated != 0
+        assert_close(pushes(batch, "token", "sequence"), weighted * kept,
+                     msg="the weight is the token ratio, and the gate is the sequence ratio's")
+        assert_close(gated, plain * kept)
+        kept = kept[batch[3]]
+        assert kept.any() and not kept.all()
+
+    def test_clips_only_the_given_side(self, batch):
+        both = pushes(batch, "sequence", "sequence")
+        above = pushes(batch, "sequence", "sequence", side="above")
+        below = pushes(batch, "sequence", "sequence", side="below")
+        free = pushes(batch, "sequence", "one")
+        right = (batch[2] > 0)[:, None]
+        assert torch.equal(above, both.where(right, free))
+        assert torch.equal(below, both.where(~right, free))
+        assert (both != above).any()
+        assert (both != below).any()
+
+    def test_clips_as_many_responses_at_random(self, batch):
+        torch.manual_seed(0)
+
+        def gone(shuffled):
+            pushed = pushes(batch, "sequence", "sequence", shuffled=shuffled)
+            return (pushed == 0).all(dim=1)
+
+        right = batch[2] > 0
+        own = gone(None)
+        assert own[right].any()
+        assert own[~right].any()
+        assert not own.all()
+        for shuffled in ("all", "sign"):
+            draws = [gone(shuffled) for _ in range(100)]
+            draws = torch.stack(draws)
+            number = draws.sum(dim=1)
+            assert (number == own.sum()).all(), "as many as the clip would remove"
+            assert draws.any(dim=0).all(), "each response can be among them"
+            assert len(draws.unique(dim=0)) > 1
+        number = draws[:, right].sum(dim=1)
+        assert (number == own[right].sum()).all(), "as many of each sign"
+
+    @pytest.mark.parametrize("share", [0.25, 0.0])
+    def test_multiplies_negative_advantages_by_the_factor(self, batch, share):
+        eps = 0.1, 0.2
+        plain = pushes(batch, "token", "token", eps=eps)
+        less = pushes(batch, "token", "token", eps=eps, negatives=share)
+        down = batch[2] < 0
+        assert (plain[down] != 0).any()
+        assert_close(less[down], share * plain[down])
+        assert_close(less[~down], plain[~down])
+
+    def test_caps_the_weight(self, batch):
+        *_, mask = batch
+        plain = pushes(batch, "one", "one")[mask]
+        free = pushes(batch, "token", "one")[mask]
+        capped = pushes(batch, "token", "one", cap=1.1)[mask]
+        ratio = free / plain
+        assert_close(capped / plain, ratio.clamp(max=1.1))
+
+    def test_with_a_noisy_gate_equals_gspo_except_for_what_is_clipped(self, batch):
+        quiet = parts.noisy_gate(0)
+        noisy = parts.noisy_gate(1.0)
+        assert_close(gradient(quiet, batch), gradient(gspo_loss, batch))
+        free = gradient(quiet, batch, (0.99, 99))
+        torch.manual_seed(0)
+        draws = [gradient(noisy, batch) for _ in range(100)]
+        draws = torch.stack(draws)
+        kept = draws != 0
+        assert_close(draws, free * kept, msg="the weight is s without noise")
+        first = kept[:, :, 0]
+        decided = first.any(dim=0) & ~first.all(dim=0)
+        assert decided.all(), "noise of a hundred times the range decides about clipping"
+
+
+# The gradient of each successor for a response with the token ratios r (n,) and the advantage a.
+
+
+def inside(r, a, low, high):
+    return r < high if a > 0 else r > low
+
+
+def sapo(r, a, n, low, high):
+    tau = high if a > 0 else low
+    odds = (tau * (r - 1)).exp()
+    gate = odds / (1 + odds)
+    return 4 * gate * (1 - gate) * r * a / n
+
+
+def gmpo(r, a, n, low, high):
+    low = math.exp(-low)
+    high = math.exp(high)
+    if a > 0:
+        clipped = r.clamp(max=high)
+    else:
+        clipped = r.clamp(min=low)
+    mean = clipped.prod() ** (1 / n)
+    return a * mean / n * inside(r, a, low, high)
+
+
+def fspo(r, a, n, low, high):
+    low = math.exp(-low * n**0.5)
+    high = math.exp(high * n**0.5)
+    whole = r.prod()
+    return a * whole * inside(whole, a, low, high)
+
+
+def gspo(r, a, n, low, high):
+    s = r.prod() ** (1 / n)
+    return a * s / n * inside(s, a, 1 - low, 1 + high)
+
+
+def luspo(r, a, n, low, high):
+    return n * gspo(r, a, n, low, high)
+
+
+def tokens(r, a, n, low, high):
+    return a * r * inside(r, a, 1 - low, 1 + high)
+
+
+def cispo(r, a, n, low, high):
+    return a * r.clamp(max=1 + high)
+
+
+class TestSuccessors:
+    mean_length = 4.5  # of responses of 2 to 7 tokens
+
+    @pytest.mark.parametrize("name, weights, low, high, divisor", [
+        ("sapo", sapo, 5.0, 3.0, 1),
+        ("gmpo", gmpo, 0.1, 0.15, 1),
+        ("fspo", fspo, 0.1, 0.2, 1),
+        ("fspo_200", fspo, 0.1, 0.2, 200),
+        ("luspo", luspo, 0.01, 0.02, 1),
+        ("luspo_200", luspo, 0.01, 0.02, 200),
+        ("gspo_200", gspo, 0.01, 0.02, 1 / 200),
+        ("dapo", tokens, 0.1, 0.2, mean_length),
+        ("dr_grpo", tokens, 0.1, 0.2, successors.BUDGET),
+        ("cispo", cispo, None, 0.2, mean_length),
+    ])
+    def test_have_the_gradient_of_their_formula(self, batch, name, weights, low, high, divisor):
+        new, old, advantages, mask = batch
+        padded = new.masked_fill(~mask, math.nan), old, advantages, mask
+        loss = getattr(successors, f"{name}_loss")
+        given = gradient(loss, padded, (low, high))
+        expected = torch.zeros_like(given)
+        for i, a in enumerate(advantages):
+            own = mask[i]
+            r = (new - old)[i, own].exp()
+            pushed = weights(r, a, len(r), low, high)
+            expected[i, own] = -pushed / divisor / 6
+        assert_close(given, expected)
+        if name not in ("sapo", "cispo"):
+            dropped = given[mask] == 0
+            assert dropped.any() and not dropped.all()
+
+    def test_dr_grpo_does_not_divide_by_the_standard_deviation(self):
+        rewards = tensor([3.0, 0, 0, 1, 1, 1])
+        centred = successors.centred_advantages(rewards, 3)
+        assert centred.tolist() == [2, -1, -1, 0, 0, 0]
+
+
+class TestAdvantages:
+    def test_softmax_and_best_of_n(self):
+        rewards = tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 0])
+        soft = parts.softmax_advantages(rewards, 3)
+        e = math.exp(2)
+        assert_close(soft[:3], tensor([e, 1, 1]) / (e + 2))
+        assert_close(soft[3:6], tensor([1, e, e]) / (1 + 2 * e))
+        best = parts.best_of_n_advantages(rewards, 3)
+        assert best.tolist() == [1, 0, 0, 0, 0.5, 0.5, 0, 0, 0], "no correct one: 0"
+
+    def test_of_steps_reward_each_sum_for_its_own_arithmetic(self):
+        text = "c3+7=0b7+0=8a0+8=8\n#### 8"  # the second sum and the answer are wrong
+        steps = parts.step_rewards(text, 0.0, modulo=10)
+        assert steps == [(6, 1), (12, 0), (18, 1), (25, 0)]
+        steps = parts.step_rewards("50*3=150\n#### 150", 1.0, None)
+        assert steps == [(8, 1), (17, 1)]
+        steps = parts.step_rewards("30+7=38\n", 0.0, None)
+        assert steps == [(7, 0), (8, 0)]
+
+    def test_of_steps_lie_on_the_steps_tokens_and_have_mean_0_over_the_group(self, tokenizer):
+        texts = ["a1+1=2\n#### 2", "a1+1=3\n#### 3", "#### 9", "#### 2"]
+        responses = written(tokenizer, *texts)
+        credit = parts.StepAdvantages(tokenizer, modulo=10)
+        rewards = tensor([1.0, 0, 0, 1])
+        ones = credit.group_advantages(rewards, 4)
+        cfg = train_math.Settings(device="cpu", minibatches=1, micro_batch_tokens=32)
+        prompts = [[5, 6]] * 4
+        minibatch, = credit.build_minibatches(prompts, responses, ones, cfg)
+        assert len(minibatch) == 2
+        of_row = {}
+        for b in minibatch:
+            for i, row in enumerate(b.indices):
+                of_row[row] = b.advantages[i][b.mask[i]]
+                assert len(of_row[row]) == len(responses[row])
+        assert (of_row[0] > 0).all()
+        assert (of_row[1] < 0).all()
+        assert (of_row[2] < 0).all()
+        everyone = torch.cat([*of_row.values()])
+        assert abs(everyone.mean()) < 1e-6
+
+    def test_of_steps_may_add_the_reward_of_the_response(self, tokenizer):
+        responses = written(tokenizer, "a1+1=2\n#### 9", "a1+1=3\n#### 2")
+        credit = parts.StepAdvantages(tokenizer, modulo=10, both=True)
+        rewards = tensor([0.0, 1.0])
+        ones = credit.group_advantages(rewards, 2)
+        b = one_batch(credit.build_minibatches, [[5]] * 2, responses, ones)
+        order = tensor(b.indices).argsort()
+        advantages = b.advantages[order]
+        wrong, right = advantages[:, b.mask[0]]
+        assert wrong[-1] < wrong[0], "step + response: 1 + 0 before, 0 + 0 after"
+        assert wrong[0] == right[0], "1 + 0 and 0 + 1"
+        assert right[0] < right[-1], "0 + 1 before, 1 + 1 after"
+
+
+class TestTwoTurns:
+    def test_are_trained_in_the_order_in_which_they_are_asked(self, tokenizer, monkeypatch):
+        taught = []
+        rights = iter((1.0, 0.2))
+
+        def supervise(model, tokenizer, draw_row, *_):
+            taught.append(draw_row())
+
+        monkeypatch.setattr(parts, "supervise", supervise)
+        monkeypatch.setattr(parts, "sampled_reward", lambda *_: next(rights))
+        parts.long_cold_start(None, tokenizer, 0, 7, 11, turns=2)
+        ids = tokenizer(taught[0]["answer"]).input_ids
+        end = ids.index(tokenizer.eos_token_id)
+        assert tokenizer.decode(ids[:end]) == taught[0]["worked"]
+        then = tokenizer.decode(ids[end + 1:])
+        assert re.match(r"(.)(.)(\w)\n\3\1\+\2=[^#]*\n#### \d$", then)
+
+    @pytest.mark.parametrize("own", [False, True])
+    def test_mask_the_question_and_credit_each_turn(self, model, tokenizer, own):
+        turns = parts.TwoTurns(tokenizer, own)
+        asked = parts.two_turn_questions(0, 2, 3, 5)
+        cfg = train_math.Settings(instruction="")
+        prompts = train_math.encode_prompts(tokenizer, asked, cfg)
+        torch.manual_seed(0)
+        ends = torch.arange(30)
+        responses, sampled = turns.rollout(model, prompts, 2, 6, 1.0, ends)
+        turns_of = list(turns.turns)
+        for i, (first, second) in enumerate(turns_of):
+            question = asked[i // 2]["question"]
+            then = tokenizer(question[4:] + "\n").input_ids
+            assert len(then) == 4
+            assert responses[i] == first + second
+        golds = [row["answer"] for row in asked for _ in range(2)]
+        rewards = turns.reward(None, None, golds)
+        assert rewards == [0.0] * 4
+
+        turns.rewards = tensor([
+            [1.0, 0, 0, 0],  # first turn
+            [0, 0, 0, 1],
+        ])
+        rewards = turns.rewards.mean(dim=0)
+        one = turns.group_advantages(rewards, 2)
+        assert (one != 0).all() or own
+        prompts = [prompt for prompt in prompts for _ in range(2)]
+        b = one_batch(turns.build_minibatches, prompts, responses, one)
+        log_probs = log_probs_of(model, b).detach()
+        of_first = 1, -1, 0, 0
+        of_second = 0, 0, -1, 1
+        assert sorted(b.indices) == [0, 1, 2, 3]
+        for i, row in enumerate(b.indices):
+            mask = b.mask[i]
+            first, second = turns_of[row]
+            n = len(first)
+            m = len(second)
+            assert mask.sum() == n + m, "the second question is masked out"
+            given = log_probs[i][mask]
+            assert_close(given[:n], sampled[row, :n])
+            assert_close(given[n:], sampled[row, n:n + m])
+            assert (sampled[row, n + m:] == 0).all()
+            if own:
+                given = b.advantages[i][mask] * 2**0.5
+                assert (given[:n] - of_first[row]).abs().max() < 1e-3
+                assert (given[n:] - of_second[row]).abs().max() < 1e-3
+
+    def test_reward_the_correct_answers_of_both_turns(self, tokenizer):
+        turns = parts.TwoTurns(tokenizer, True)
+        turns.turns = [
+            written(tokenizer, "#### 7", "#### 8"),
+            written(tokenizer, "a1+1=2\n#### 7", "#### 7"),
+        ]
+        rewards = turns.reward(None, None, ["#### 7\n#### 8"] * 2)
+        assert rewards == [1.0, 0.5]
+        assert turns.rewards.tolist() == [[1, 1], [1, 0]]
+        assert not turns.turns
+
+
+class TestCritic:
+    @pytest.mark.parametrize("lam, first, second", [
+        (0.0, [0, 0.3, -0.1, 0.6], [-0.2, -0.1, 0, 0]),  # V_{t+1} - V_t, then r - V
+        (1.0, [0, 0.8, 0.5, 0.6], [-0.3, -0.1, 0, 0]),  # r - V
+        (0.9, [0, 0.3 + 0.9 * 0.44, 0.44, 0.6], [-0.29, -0.1, 0, 0]),
+    ])
+    def test_gae_follows_its_definition(self, lam, first, second):
+        values = tensor([
+            [9.0, 0.2, 0.5, 0.4],  # 9: not a token of the response
+            [0.3, 0.1, 9.0, 9.0],
+        ])
+        rewards = tensor([1.0, 0])
+        advantages = parts.gae(values, rewards, values < 9, lam)
+        assert_close(advantages, tensor([first, second]))
+
+    def test_value_head_learns_from_the_loss_and_the_policy_uses_gae(self, model):
+        critic = parts.Critic(model, lam=1)
+        model.value_head.bias.data.fill_(0.2)
+        rewards = tensor([1.0, 0])
+        rewards = critic.group_advantages(rewards, 2)
+        b = micro_batch([[6, 7, 1], [8, 1]], rewards)
+        with torch.no_grad():
+            b.old_log_probs = critic.response_log_probs(model, b, 1.0)
+        rewards = rewards[:, None].expand(b.mask.shape)  # 0.5 or -0.5
+        assert_close(b.returns[b.mask], rewards[b.mask])
+        signs = b.advantages * rewards
+        assert (signs[b.mask] > 0).all()
+        log_probs = critic.response_log_probs(model, b, 1.0)
+        assert_close(critic.error.item(), (0.3**2 + 0.7**2) / 2)  # all values are 0.2
+        given = log_probs, b.old_log_probs, b.advantages, b.mask
+        loss = critic.loss(*given, denominator=2)
+        plain = grpo_loss(*given, denominator=2)
+        assert_close(loss - plain, 0.1 * critic.error)
+        loss.backward()
+        assert model.value_head.weight.grad.norm() > 0
+
+
+def gates_of(mixture):
+    return [layer.mlp.gate for layer in mixture.model.layers]
+
+
+class TestRoutingReplay:
+    @pytest.fixture
+    def mixture(self, tokenizer):
+        return parts.moe(tokenizer, 0)
+
+    def routed(self, mixture, replay, moved=0.05):
+        """(router, micro-batch) with recorded old log-probs, after a change of the routers."""
+        router = parts.RoutingReplay(mixture, replay)
+        b = micro_batch([[6, 7, 8, 1], [8, 1]])
+        with torch.no_grad():
+            b.old_log_probs = router.response_log_probs(mixture, b, 1.0)
+        g = torch.Generator().manual_seed(1)
+        for gate in gates_of(mixture):
+            noise = torch.randn(gate.weight.shape, generator=g)
+            gate.weight.data += moved * noise
+        return router, b
+
+    def test_changes_nothing_while_the_weights_are_unchanged(self, mixture):
+        router, b = self.routed(mixture, replay=True, moved=0)
+        log_probs = router.response_log_probs(mixture, b, 1.0)
+        assert torch.equal(log_probs, b.old_log_probs)
+        assert router.changed == [0.0]
+
+    def test_keeps_the_experts_when_the_router_changes_and_uses_its_weights(self, mixture):
+        router, b = self.routed(mixture, replay=True)
+        replayed = router.response_log_probs(mixture, b, 1.0)
+        assert router.changed[0] > 0
+
+        def by_hand(gate, old, hidden):  # the old experts with the current router's probabilities
+            logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.T
+            chosen = logits.gather(1, old)
+            return logits, torch.softmax(chosen, dim=1), old
+
+        for gate, old in zip(gates_of(mixture), b.routes):
+            gate.forward = partial(by_hand, gate, old)
+        assert_close(log_probs_of(mixture, b), replayed)
+
+    def test_without_it_the_experts_change(self, mixture):
+        router, b = self.routed(mixture, replay=False)
+        log_probs = router.response_log_probs(mixture, b, 1.0)
+        assert router.changed[0] > 0
+        own = log_probs_of(mixture, b)
+        assert torch.equal(log_probs, own), "the current router chooses the experts"
+
+    @pytest.mark.parametrize("replay", [True, False])
+    def test_gives_the_router_a_gradient(self, mixture, replay):
+        router, b = self.routed(mixture, replay)
+        log_probs = router.response_log_probs(mixture, b, 1.0)
+        log_probs.sum().backward()
+        for gate in gates_of(mixture):
+            assert gate.weight.grad.norm() > 0
+
+
+class TestEngine:
+    def sample(self, model, *how, rollouts=1):
+        """One rollout or more. After each, the head of the model is multiplied by 1.1."""
+        engine = parts.Engine(*how)
+        prompts = [[5, 6], [7], [8, 9], [6]]
+        ends = torch.arange(1, 30)
+        for _ in range(rollouts):
+            torch.manual_seed(0)
+            responses, _ = engine.rollout(model, prompts, 1, 6, 1.0, ends)
+            model.lm_head.weight.data *= 1.1
+        b = one_batch(engine.build_minibatches, prompts, responses, torch.ones(4))
+        with torch.no_grad():
+            return engine, b, engine.response_log_probs(model, b, 1.0)
+
+    def test_reports_its_own_log_probs_of_the_response_tokens(self, model):
+        _, b, old = self.sample(model, "bf16", True)
+        model.lm_head.weight.data /= 1.1
+        exactly = log_probs_of(model, b)
+        lengths = b.mask.sum(dim=1)
+        assert len(lengths.unique()) > 1, "responses of one length would hide a shift"
+        assert (old[~b.mask] == 0).all()
+        error = (old - exactly).abs().max()
+        assert 0 < error < 0.1
+
+    def test_does_not_use_its_log_probs_by_default(self, model):
+        _, b, old = self.sample(model, "bf16", False)
+        assert torch.equal(old, log_probs_of(model, b))
+
+    def test_rounds_weights_to_8_bits(self):
+        torch.manual_seed(0)
+        x = torch.randn(1000)
+        rounded = parts.float8(x)
+        error = ((rounded - x) / x).abs().mean()
+        assert 0.01 < error < 0.06
+        assert len(rounded.unique()) < 256
+
+    def test_stale_is_the_policy_of_4_rollouts_ago(self, model):
+        _, b, old = self.sample(model, "stale", True, rollouts=7)
+        model.lm_head.weight.data /= 1.1**5  # a factor for this rollout and each one since then
+        assert_close(old, log_probs_of(model, b).detach())
+
+    @pytest.mark.parametrize("correction, expected", [
+        ("tis", [0.3, 1.0, 2.0, 2.0]),
+        ("icepop", [0, 1.0, 3.0, 0]),
+    ])
+    def test_corrects_by_the_ratio_of_old_policy_to_engine(self, model, correction, expected):
+        engine, b, _ = self.sample(model, "bf16", False, correction)
+        factors = tensor([[0.3], [1.0], [3.0], [9.0]])
+        b.old_log_probs = b.reported + factors.log() * b.mask
+        engine.response_log_probs(model, b, 1.0)
+        advantages = tensor([1.0, -1, 1, -1])
+        frozen = b.old_log_probs, b.old_log_probs, advantages, b.mask
+        corrected = gradient(partial(engine.loss, grpo_loss), frozen)
+        plain = gradient(grpo_loss, frozen)
+        assert_close(corrected, tensor(expected)[:, None] * plain)
+
+
+def test_bf16_log_probs_are_rounded_and_returned_in_float32(model):
+    b = micro_batch([[7, 8, 9, 1]])
+    rounded = parts.bf16_log_probs(model, b, 1.0)
+    exactly = log_probs_of(model, b)
+    assert rounded.dtype == torch.float32
+    error = (rounded - exactly).abs().max()
+    assert 1e-5 < error < 0.1
+    rounded.sum().backward()
+    assert model.lm_head.weight.grad.norm() > 0
+
+
+class TestTasks:
+    def test_fibonacci_is_correct_unless_mistakes_are_asked_for(self):
+        for seed in range(50):
+            rng = random.Random(seed)
+            row = parts.fibonacci(rng, 3, 30)
+            a, b, label = row["question"]
+            a, b = int(a), int(b)
+            n = parts.LABELS.index(label) + 1
+            for _ in range(n):
+                a, b = b, (a + b) % 10
+            assert row["answer"] == f"#### {b}"
+            assert row["worked"].endswith(f"\n#### {b}")
+            assert len(row["worked"]) == 6 * n + 7
+        right = 0
+        for seed in range(300):
+            rng = random.Random(seed)
+            row = parts.fibonacci(rng, 20, 32, slips=0.05, gives_up=0.1)
+            right += row["worked"].endswith(row["answer"])
+        # 5% of 26 steps get a random digit, which is correct in a tenth of them, and 10% give up.
+        assert 60 < right < 150
+
+    @pytest.mark.parametrize("length, chain", settings.CHAINS.items())
+    def test_chains_have_their_length_and_a_label_for_each_step(self, length, chain, monkeypatch):
+        rows = settings.TASKS[f"{length} tokens"].questions("held out", 200)
+        lengths = [len(row["worked"]) + 1 for row in rows]
+        mean = sum(lengths) / 200
+        assert abs(mean - length) < 5
+        rights = iter((0.5, 1.0, 0.2))
+
+        def supervise(model, tokenizer, draw_row, *_):
+            for _ in range(500):
+                draw_row()
+
+        monkeypatch.setattr(parts, "supervise", supervise)
+        monkeypatch.setattr(parts, "sampled_reward", lambda *_: next(rights))
+        parts.long_cold_start(None, None, 0, *chain)
+        assert next(rights, None) is None, "trained until it is wrong often enough"
+
+    @pytest.mark.parametrize("task", ["long", "short", "30 tokens"])
+    def test_held_out_questions_are_not_trained_on(self, task):
+        questions = settings.TASKS[task].questions
+        held_out = {row["question"] for row in questions("held out", 256)}
+        assert len(held_out) > 50
+        for seed in range(9):
+            trained = {row["question"] for row in questions(seed, 192)}
+            assert not held_out & trained
+
+    def test_a_label_after_the_answer_is_not_an_exponent(self):
+        texts = ["a3+4=7\n#### 7", "a3+4=7\n#### 7e3+4=7", "a3+4=7\n#### 8", "7"]
+        rewards = parts.task_reward(None, texts, ["#### 7"] * 4)
+        assert rewards == [1, 1, 0, 0]
+
+    def test_word_problems_have_correct_answers_or_guesses(self):
+        rows = parts.word_problems()
+        different = {row["question"] for row in rows}
+        assert len(different) == len(rows) == 7840
+        for row in rows[:50]:
+            boxes, each = map(int, re.findall("[0-9]+", row["question"]))
+            assert row["answer"].endswith(f"\n#### {boxes * each}")
+            assert len(row["answer"]) < 40
+        rng = random.Random(0)
+        right = 0
+        worked = 0
+        for row in rows[:500]:
+            guess = parts.guessed(row, rng)["answer"]
+            answer = train_math.gold_answer(guess)
+            right += answer == train_math.gold_answer(row["answer"])
+            worked += "*" in guess
+        assert 125 < right < 200
+        assert worked < 200
+
+
+def chance_of_right(logits, length):
+    slips = logits.softmax(1)[:, 0]
+    context = torch.arange(length) % exact.CONTEXTS
+    return (1 - slips[context]).prod()
+
+
+class TestExact:
+    @pytest.fixture
+    def policies(self):
+        g = torch.Generator().manual_seed(0)
+        return exact.normal((2, exact.CONTEXTS, exact.TOKENS), g)
+
+    def test_moments_equal_the_sums_over_all_responses(self, policies, monkeypatch):
+        monkeypatch.setattr(exact, "CONTEXTS", 2)  # in 3 positions, one context occurs twice
+        old, new = policies[:, :2]
+        length = 3
+        p = old.softmax(1)
+        log_ratio = new.log_softmax(1) - old.log_softmax(1)
+        context = torch.arange(length) % 2
+        baseline = (1 - p[context, 0]).prod()
+        mean = dict.fromkeys(exact.WEIGHTS, 0)
+        square = dict.fromkeys(exact.WEIGHTS, 0)
+        for response in itertools.product(range(exact.TOKENS), repeat=length):
+            at = context, tensor(response)
+            likelihood = p[at].prod()
+            advantage = float(all(response)) - baseline
+            token = log_ratio[at].exp()
+            root = log_ratio[at].mean().exp()
+            whole = log_ratio[at].sum().exp()
+            weights = 1, token, root, whole
+            for name, weight in zip(exact.WEIGHTS, weights):
+                logits = new.clone().requires_grad_()
+                log_probs = logits.log_softmax(1)[at]
+                objective = (weight * log_probs).sum() * advantage
+                objective.backward()
+                squares = logits.grad**2
+                mean[name] += likelihood * logits.grad
+                square[name] += likelihood * squares.sum()
+        found = exact.estimates(old, new, length)
+        assert list(found) == list(mean)
+        for name, moments in found.items():
+            assert_close(moments, (mean[name], square[name]))
+
+    def test_the_sequence_ratio_without_the_root_gives_the_gradient_of_j(self, policies):
+        old, new = policies
+        found = exact.gradient(old, new, 20)
+        new.requires_grad_()
+        chance_of_right(new, 20).backward()
+        assert_close(found, new.grad)
+
+    @pytest.mark.parametrize("how", exact.HOW)
+    @pytest.mark.parametrize("length", [8, 40])
+    def test_the_log_ratios_have_the_given_standard_deviation(self, how, length):
+        g = torch.Generator().manual_seed(2)
+        old = exact.old_policy(length, g)
+        new = exact.move(old, length, 0.1, how, g)
+        context = torch.arange(200_000) % length % exact.CONTEXTS
+        p = old.softmax(1)[context]
+        sampled = p.multinomial(1, generator=g)[:, 0]
+        log_ratio = new.log_softmax(1) - old.log_softmax(1)
+        spread = log_ratio[context, sampled].std()
+        assert abs(spread - 0.1) < 2e-3
+
+    @pytest.mark.parametrize("length", [8, 1024])
+    def test_a_response_is_correct_with_probability_1_over_e(self, length):
+        g = torch.Generator().manual_seed(3)
+        right = chance_of_right(exact.old_policy(length, g), length)
+        assert 0.3 < right < 0.38, "1 / e is the limit for long responses"
+
+
+class TestRuns:
+    GRADIENTS = {}  # {kind of a variant: its gradient norms}, because experiments share variants
+
+    @pytest.fixture
+    def small(self, tmp_path, monkeypatch):
+        """Two rollouts of 4 x 4 responses of a model with random weights. The reward is 1 if the
+        number of different letters is odd."""
+        def questions(seed, n, question="Eve?"):
+            row = {"question": question, "answer": "#### 1\n#### 1"}
+            return [row] * (8 if seed == "held out" else n)
+
+        def reward(prompts, completions, answer, **columns):
+            letters = [len(set(completion)) for completion in completions]
+            return [float(n % 2) for n in letters]
+
+        own = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
+        for name, task in settings.TASKS.items():
+            asked = partial(questions, question="Eve? Bob?") if name == "two turns" else questions
+            task = settings.Task(task.make, lambda *_: None, asked, own)
+            monkeypatch.setitem(settings.TASKS, name, task)
+        common = settings.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
+        monkeypatch.setattr(settings, "COMMON", common)
+        monkeypatch.setattr(runs, "COLD", tmp_path)
+        monkeypatch.setattr(parts, "task_reward", reward)
+
+    @pytest.mark.parametrize("name", settings.EXPERIMENTS)
+    def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
+        gradients = {}
+        for spec in report.arms_of(name):
+            same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
+            kind = json.dumps(spec | same, sort_keys=True)
+            if kind not in self.GRADIENTS:
+                row = runs.run({**spec, "max_steps": 2}, 0, 5)
+                assert len(row["reward"]) == 2
+                assert json.loads(json.dumps(row)) == row
+                self.GRADIENTS[kind] = json.dumps(row["grad_norm"])
+            if spec["algorithm"] != "gspo_token":
+                gradients[kind] = self.GRADIENTS[kind]
+        different = set(gradients.values())
+        assert len(different) == len(gradients), "a part has no effect"
+
+    def test_have_the_clip_range_that_their_settings_say(self):
+        def of(eps, **pieces):
+            return runs.clip_range(settings.arm("gspo", eps, **pieces))
+
+        assert of(0.003) == (0.003, 0.004)
+        assert of([2e-3, 2.5e-3], successor="luspo") == [2e-3, 2.5e-3]
+        assert of([84, 80], successor="sapo") == (None, None), "not a clip range"
+        assert runs.clip_range(settings.NO_GATE) == (1.0, 1e9)
+
+    @pytest.mark.parametrize("name, eps", [("sapo", [84, 80]), ("dapo", [0.99, 1.4])])
+    def test_of_losses_with_their_own_two_numbers_work(self, small, name, eps):
+        row = runs.run(settings.after(name, eps, max_steps=2), 0, 5)
+        assert all(row["grad_norm"])
+        assert "clip_fraction" not in row, "it would be that of another clip"
+
+    def test_with_noise_are_drawn_against_the_change_of_log_s(self, monkeypatch):
+        drawn = []
+
+        def savefig(figure, path, dpi):
+            axis, = figure.axes
+            for line in axis.lines:
+                if line.get_marker() == "o":
+                    drawn.extend(line.get_xdata())
+
+        monkeypatch.setattr(report.Figure, "savefig", savefig)
+        run = {"cold": 0, "accuracy": 0.5, "log_ratio_std": [None, 0, 0.02, 0.04]}
+        rows = [{"arm": spec, **run} for spec in report.arms_of("noise")]
+        report.draw_noise(rows, None)
+        assert drawn == pytest.approx([0.1, 1 / 3, 1, 10 / 3, 10, 100 / 3])
+
+    def test_of_only_one_task_are_drawn_beside_an_empty_panel(self, tmp_path, capsys):
+        run = {"cold": 0, "seed": 0, "start": 0.2, "accuracy": 0.5}
+        rows = [{"arm": spec, **run} for spec in report.arms_of("world")]
+        write(tmp_path / "runs.jsonl", rows)
+        report.report("world", tmp_path)
+        assert (tmp_path / "opening.png").stat().st_size > 5000
+        assert "GRPO's gate, weight s | 0.50 |" in capsys.readouterr().out
+
+    def test_are_compared_for_each_starting_model(self):
+        def rows(*accuracies):
+            colds = 0, 1, 2, 0
+            return [{"cold": cold, "accuracy": x} for cold, x in zip(colds, accuracies)]
+
+        own = rows(0.9, 0.8, 0.9, 0.9)
+        others = rows(0.8, 0.6, 0.8)
+        assert report.difference(own, others) == "+0.13 ± 0.14"  # 0.1, 0.2, 0.1
+        by_luck = rows(0.9, 0.7, 0.9)
+        found = report.difference(by_luck, others)
+        assert found == "+0.10 ± 0.06", "the interval from three is never narrower"
+        assert report.difference(own, own) == "-"
+        assert report.difference(own[:1], others) == "-"
+
+    @pytest.mark.parametrize("algorithm, pieces, cell", [
+        ("gspo", {}, "25.0%"),
+        ("grpo", {"loss": ["sequence", "token", None]}, "25.0%"),
+        ("gspo", {"loss": ["sequence", "one", None]}, "0.0%"),
+        ("gspo", {"loss": ["one", "one", None, "both", None, 0.5]}, "0.0%"),
+        ("gspo", {"loss": ["sequence", "sequence", None, "below"]}, "-"),
+        ("gspo", {"loss": ["sequence", "sequence", None, "both", "sign"]}, "-"),
+        ("grpo", {"loss": ["token", "token", None, "both", None, 0.5]}, "25.0%"),
+        ("gspo", {"noise": 0.1}, "-"),
+        ("gspo", {"successor": "luspo"}, "25.0%"),
+        ("gspo", {"successor": "dapo"}, "-"),
+        ("gspo", {"successor": "fspo_200"}, "-"),
+    ])
+    def test_show_a_clip_fraction_only_if_it_is_that_of_their_own_clip(
+            self, algorithm, pieces, cell):
+        spec = settings.arm(algorithm, 0.1, **pieces)
+        assert report.clipped([{"arm": spec, "clip_fraction": [None, 0.2, 0.3]}]) == cell
+
+    def test_that_exist_are_not_repeated_and_make_the_table_and_the_picture(
+            self, tmp_path, monkeypatch):
+        monkeypatch.setattr(runs.multiprocessing, "get_context", None)  # must not be called
+        path = tmp_path / "runs.jsonl"
+        arms = report.arms_of("moe")
+        wanted = runs.missing(arms + arms, 2, 2, path)
+        assert len(wanted) == 16, "each run once"
+        rows = []
+        for spec, seed in itertools.product(arms, (0, 1, 100, 101)):
+            rows.append({
+                "arm": spec,
+                "cold": seed // 100,
+                "seed": seed,
+                "start": 0.3,
+                "accuracy": len(rows) / 100,
+                "probe": 0.25,
+                "reward": [0.5],
+                "clip_fraction": [0.25],
+                "log_ratio_std": [None],
+                "entropy": [0.1],
+                "experts_changed": [0.02],
+            })
+        another = settings.arm("grpo", 0.3)  # a variant of another experiment
+        write(path, [*rows, rows[-1] | {"arm": another}])
+        there = runs.run_all(arms, 2, 2, 1, path)
+        assert there == rows
+        table = report.table("moe", rows)
+        line = table.splitlines()[3]
+        assert line == ("| GRPO | 0.06 | +0.04 ± 0.00 | 0.04 0.05; 0.06 0.07 | 0.250 | 0.50 "
+                        "| 25.0% | - | 0.100 | 2.0% |")
+        report.draw("moe", rows, tmp_path / "moe.png")
+        assert (tmp_path / "moe.png").stat().st_size > 1000
