@@ -40,7 +40,7 @@ HINTS = {
     # takes a prompt for each response. Give each of their micro-batches its old_log_probs, without
     # a gradient, by parts.response_log_probs(model, batch, temperature).""",
     "phase 4": """
-    # Of phase 3, use only `minibatches`. loss_function(log_probs, old_log_probs, advantages, mask,
+    # Of phase 3, use only `minibatches`. parts.loss(log_probs, old_log_probs, advantages, mask,
     # eps_low, eps_high, denominator=...) is what one micro-batch adds to the loss of its minibatch.
     # build_minibatches has left out the responses of advantage 0: what, then, is the denominator?
     # The gradient is clipped to norm 1. cfg.clip_range() is (eps_low, eps_high). The backward pass

@@ -104,6 +104,9 @@ def notes(rows):
     """{"notes": [...]} if the metrics show something that the user should know, else {}."""
     row = rows[-1]
     found = []
+    settings = row.get("settings", {"algorithm": ""})
+    if settings["algorithm"].startswith("gspo") and 0.1 <= settings["eps_low"] < 1:
+        found.append("--eps_low is wide for GSPO's ratio. The paper uses 3e-4")
     if row.get("log_ratio_first_max"):
         found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
                      "two forward passes round differently")

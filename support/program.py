@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from gspo import clipped_objective
-from support.rewards import RewardError
+from support.rewards import RewardError, place_of
 
 
 def flag(default, meaning, **more):
@@ -59,6 +59,8 @@ def exits_with(what):
     """If anything fails in this block, the program ends with one line that names the reason."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # `program` says what helps
     except Exception as error:  # libraries raise many kinds
         tried = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         reason = error if isinstance(error, RewardError) else error.__cause__ or error
@@ -71,7 +73,7 @@ def tried(what):
     try:
         yield
     except Exception as error:
-        error.add_note(f"when {what} was tried")
+        error.add_note(f"when {what} was tried{place_of(error)}")
         raise
 
 

@@ -41,7 +41,7 @@ def load_questions(cfg, reward=None):
         del questions[n:]
     for i, row in enumerate(questions + held_out, 1):
         is_graded = reward not in (None, correctness_reward) or gold_answer(row.get("answer"))
-        if not is_graded or not isinstance(row.get("question"), str):
+        if not is_graded or not isinstance(row.get("question"), str) or not row["question"]:
             raise ValueError(f"row {i} needs a question, which is a text, and, unless you pass your"
                              f" own reward, an answer like '42' or '... #### 42'; it is {row}")
     seen = {row["question"] for row in questions}
@@ -80,9 +80,11 @@ def read_rows(path):
     with open(path, encoding="utf-8-sig", newline="") as file:
         if kind == ".csv":
             rows = list(csv.DictReader(file, strict=True))
-        elif kind == ".json":
+        elif file.read(1) == "[":  # a .json file may be one list
+            file.seek(0)
             rows = json.load(file)
         else:
+            file.seek(0)
             for i, line in enumerate(file, 1):
                 try:
                     rows.append(json.loads(line))

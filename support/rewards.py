@@ -6,12 +6,25 @@ file: train_math.main(reward=my_reward).
 import math
 import re
 import traceback
+from pathlib import Path
 
 import torch
 
 
 class RewardError(Exception):
     """The reward function raised an exception, which is the cause of this one."""
+
+
+def place_of(error):
+    """" in FILE, line N": the deepest line of the user's file in which this error was raised."""
+    place = ""
+    own = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if own is None and Path(frame.filename).parent != Path(__file__).parent:
+            own = frame.filename  # the first file outside of support/
+        if frame.filename == own:
+            place = f" in {frame.filename}, line {frame.lineno}"
+    return place
 
 
 def score(reward, questions, texts, **more):
@@ -24,12 +37,7 @@ def score(reward, questions, texts, **more):
     try:
         returned = reward(prompts=columns["question"], completions=texts, **columns, **more)
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        place = ""
-        for frame in frames:  # the deepest line of the file in which the reward is
-            if frame.filename == frames[0].filename:
-                place = f" in {frame.filename}, line {frame.lineno}"
-        raise RewardError(f"the reward {name} raised {error!r}{place}") from error
+        raise RewardError(f"the reward {name} raised {error!r}{place_of(error)}") from error
     rewards = []
     if not isinstance(returned, (str, dict, set)):  # these have no numbers, or no order
         try:

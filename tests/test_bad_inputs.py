@@ -80,16 +80,19 @@ def long_question(folder):
 
 BAD_INPUTS = {
     "a device that this machine lacks": (flag("device", "mps"), ["--device mps"]),
-    "a dataset file that is not there": (flag("dataset", "nowhere.csv"), ["nowhere.csv", "find"]),
+    "a dataset file that is not there": (
+        flag("dataset", "nowhere.csv"),
+        ["nowhere.csv", "no such file"],
+    ),
     "a dataset folder that is not there": (flag("dataset", "no/such/folder"), ["no/such/folder"]),
     "no name of a dataset": (flag("dataset", ""), ["--dataset"]),
     "a folder without a train file": (
         dataset("data/test.jsonl", rows()),
-        ["there is no train part, only test"],
+        ["there is no train part with rows, only test"],
     ),
     "a line that is not JSON": (
         dataset("q.jsonl", rows() + "{'question': 1}\n" + rows()),
-        ["q.jsonl", "row 3"],  # pyarrow counts from 0
+        ["q.jsonl", "line 4"],
     ),
     "a line with another kind of value": (
         dataset("q.jsonl", rows({"question": 5, "answer": "1"})),
@@ -101,7 +104,10 @@ BAD_INPUTS = {
     ),
     "a file of another kind": (dataset("q.txt", rows()), ["must end in .jsonl, .json, .csv"]),
     "an empty file": (dataset("q.csv", ""), ["q.csv"]),
-    "a header without rows": (dataset("q.csv", "question,answer\n"), ["q.csv", "no data"]),
+    "a header without rows": (
+        dataset("q.csv", "question,answer\n"),
+        ["q.csv", "no train part with rows"],
+    ),
     "a table with other columns": (
         dataset("q.csv", "problem,solution\nHow many?,1\n"),
         ["row 1", "needs a question"],
@@ -121,7 +127,7 @@ BAD_INPUTS = {
     "an encoder and decoder": (encoder_decoder, ["--model", "T5Config"]),
     "an output folder that cannot be made": (flag("output_dir", "/proc/run"), ["--output_dir"]),
     "a folder that another process uses": (used_folder, ["another process"]),
-    "a damaged state": (damaged_state, ["--output_dir", "state.pt is damaged"]),
+    "a damaged state": (damaged_state, ["--output_dir", "state.pt cannot be read"]),
     "a full disk": (full_disk, ["partial", "is the disk full?"]),
     "a learning rate that is far too high": (
         flag("learning_rate", "1e9"),

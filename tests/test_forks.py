@@ -14,7 +14,15 @@ import train_math
 from tests.conftest import parity_reward, settings, sums
 from tests.forks import dr_grpo, dynamic_filtering, http_engine, kl_penalty, length_penalty
 
+FORKED = {name: train_math.ALGORITHMS.pop(name) for name in ("dr_grpo", "gspo_kl")}
 FORKS = sorted((Path(__file__).parent / "forks").glob("[a-z]*.py"))
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The algorithms of the forks are there in these tests alone."""
+    for name, algorithm in FORKED.items():
+        monkeypatch.setitem(train_math.ALGORITHMS, name, algorithm)
 
 
 @pytest.mark.parametrize("path", FORKS, ids=lambda path: path.stem)

@@ -9,7 +9,6 @@ import json
 import os
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -53,7 +52,7 @@ LINES = {  # input: (what prepares it and returns flags, words of the one line)
     "an empty file with brackets in its name": (table("q[1].jsonl", ""), ["no train part"]),
     "a number instead of a row": (
         table("q.jsonl", '{"question": "?", "answer": "1"}\n5\n'), ["row 2", "5"]),
-    "a json file with one row": (table("q.json", '{"question": "?"}'), ["q.json", "form"]),
+    "a list of numbers": (table("q.json", "[1, 2]"), ["q.json", "form"]),
     "a csv row with a cell too many": (
         table("q.csv", "question,answer\nHow many, then?,1\nWho?,2\n"), ["row 1", "form"]),
     "a line that is not JSON": (table("q.jsonl", "question: 1"), ["line 1 is not JSON"]),
@@ -156,7 +155,8 @@ class TestNothingIsLostOrChanged:
 
     def test_a_run_with_answers_of_any_kind_is_resumed(self, fresh, tmp_path):
         questions = [row | {"answer": datetime.date(2024, 1, 2)} for row in sums(8)]
-        held_out = [{"question": "?", "answer": np.ones(2)}, {"question": "??", "answer": {1, 2}}]
+        held_out = [{"question": "?", "answer": torch.ones(2).numpy()},
+                    {"question": "??", "answer": {1, 2}}]
         cfg = settings(output_dir=str(tmp_path), max_steps=1)
         rows = train_math.train(cfg, *fresh, questions, held_out, reward=parity_reward)
         state = train_math.load_state(cfg, questions)

@@ -15,10 +15,11 @@ import pytest
 
 TOP = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {"itertools", "time", "dataclasses", "typing", "torch", "tqdm", "gspo", "support"}
+MAY_SUPPORT_IMPORT = {"torch", "tqdm", "transformers", "datasets", "filelock", "pyarrow"}
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENDMARKER}
 SUPPORT_LINES = 250  # of each file
-ALL_LINES = 1550  # of gspo.py, train_math.py and support/
+ALL_LINES = 1700  # of gspo.py, train_math.py and support/
 LIMITS = {"lines": 400, "tokens": 2700, "tokens per code line": 11, "columns": 100}
 
 
@@ -93,7 +94,7 @@ def test_support_needs_no_script():
     for path in (TOP / "support").glob("*.py"):
         names = imported(path.read_text(encoding="utf-8"))
         others = names - set(sys.stdlib_module_names) - {"gspo", "support"}
-        assert others <= {"torch", "tqdm", "transformers", "datasets", "filelock"}, path.name
+        assert others <= MAY_SUPPORT_IMPORT, path.name
 
 
 @pytest.mark.parametrize("change, broken", [

@@ -550,7 +550,7 @@ class TestTraining:
         calls = itertools.count(1)
 
         def loss(*arguments, **more):
-            factor = bad if next(calls) == 3 else 1
+            factor = bad if next(calls) == 4 else 1  # the first is the trial
             return factor * gspo_loss(*arguments, **more)
 
         flags = ["--minibatches", "1", "--save_steps", "1", "--output_dir", tmp_path / "a"]
@@ -1028,6 +1028,7 @@ class TestCommandLine:
             "micro_batch_tokens": 1024,
             "rollout_rows": 256,
             "save_steps": 25,
+            "eval_steps": None,
             "eval_size": 512,
         }
 
@@ -1059,8 +1060,12 @@ class TestCommandLine:
     ):
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 
+        calls = itertools.count()
+
         def mistaken(*arguments, **more):
-            raise RuntimeError("shapes do not fit")
+            if next(calls) == 1:  # after the trial
+                raise RuntimeError("shapes do not fit")
+            return gspo_loss(*arguments, **more)
 
         flags = [*command, "--output_dir", str(tmp_path / "a")]
         with pytest.raises(RuntimeError, match="shapes"):
