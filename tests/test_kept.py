@@ -76,6 +76,8 @@ def test_the_fraction_of_weights_that_change_is_counted_in_the_format(tiny):
     direction = [torch.ones_like(x) for x in start]
     assert kept.set_weights(model, start, direction, 1e-12, torch.bfloat16) < 0.01
     assert kept.set_weights(model, start, direction, 1.0, torch.bfloat16) > 0.99
+    between = [x * (1 + 1e-5) for x in start]  # not bf16 numbers
+    assert kept.set_weights(model, between, dtype=torch.bfloat16) == 0
 
 
 def test_the_largest_activation_is_found(tiny):

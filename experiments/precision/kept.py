@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m experiments.precision.kept --model FOLDER --dataset GSM8K
     python -m experiments.precision.kept --show      # only the tables again, from the log
 
-The first command takes about 20 minutes on one core. FOLDER is Qwen2.5-Coder-0.5B-Instruct, and
+The first command takes about half an hour on one core. FOLDER is Qwen2.5-Coder-0.5B-Instruct, and
 GSM8K is a folder with GSM8K's test.jsonl. The published weights are bf16 numbers. This script
 changes them a little, and computes the log-probs of some responses before and after the change,
 first with the float32 weights and then with a copy that is rounded to bf16 or to float16.
