@@ -17,11 +17,10 @@ The responses are six responses that an earlier run of the same model sampled at
 response and the first two wrong ones are used. The gradients are those of GSPO's loss on the
 responses of one of the two questions. The changes are
 
-    AdamW, question 1     the first update of AdamW with the gradient of question 1
-    AdamW, question 2     the same with question 2
-    gradient, question 1  a step along the gradient itself
-    with noise            AdamW, question 2, plus Gaussian noise: after many updates with different
-                          minibatches, most of the sum of all updates is noise
+    AdamW, question 1    the first update of AdamW with the gradient of question 1
+    AdamW, question 2    the same with question 2
+    with noise           AdamW, question 2, plus Gaussian noise, which imitates the sum of many
+                         updates with different minibatches
 
 Each change is scaled to the sizes in SIZES, which are root mean squares over all weights. Each
 result is a line of results/precision/kept.jsonl. A change that the log has is not measured again,
@@ -53,7 +52,6 @@ DIRECTIONS = {  # name: (kind, question)
     "AdamW, question 1": ("adamw", 0),
     "AdamW, question 2": ("adamw", 1),
     "with noise": ("noise", 1),
-    "gradient, question 1": ("gradient", 0),
 }
 EPS_LOW, EPS_HIGH = 3e-4, 4e-4  # without an effect, because all importance ratios are 1
 
@@ -125,11 +123,10 @@ def scaled(tensors):
 def direction_of(gradients, kind):
     """A change of the weights with a root mean square of 1. The gradients are overwritten.
 
-    kind: "gradient", "adamw" or "noise". The first update of AdamW is -g / (|g| + 1e-8)."""
+    kind: "adamw" or "noise". The first update of AdamW is -g / (|g| + 1e-8)."""
     for g in gradients:
         g.neg_()
-        if kind != "gradient":
-            g /= g.abs() + 1e-8
+        g /= g.abs() + 1e-8
     scaled(gradients)
     if kind == "noise":
         generator = torch.Generator().manual_seed(0)
@@ -306,18 +303,22 @@ def range_text(values, digits=2):
     return f"{mean} ({low} to {high})"
 
 
+def short(number):
+    """For example "2.3e-6" and "1e-6"."""
+    return f"{number:.2g}".replace("e-0", "e-")
+
+
 def run_text(row):
     """The run to which a size corresponds. row: a line of the log of the kind "size"."""
-    steps = "1 step" if row["steps"] == 1 else f"{row['steps']} of {row['max_steps']} steps"
-    return f"{steps} at {row['learning_rate']:g}"
+    steps = "step" if row["steps"] == 1 else "steps"
+    return f"{row['steps']} {steps} at {short(row['learning_rate'])}"
 
 
 def summary(rows):
     """Markdown: mean, lowest and highest value over the changes, for each size and format."""
     lines = [
-        "| size of the change (RMS) | about as after | format of the copy "
-        "| weights of the copy that change | kept, other responses | kept, trained responses "
-        "| gap, other responses (nats per token) |",
+        "| size | about as after | format of the copy | weights of the copy that change "
+        "| kept, other responses | kept, trained responses | gap, other responses (nats) |",
         "|---|---|---|---|---|---|---|"]
     kept = [row for row in rows if row["kind"] == "kept"]
     for size in [row for row in rows if row["kind"] == "size"]:
@@ -328,7 +329,7 @@ def summary(rows):
             other = [row for row in own if row["responses"] == "other"]
             trained = [row for row in own if row["responses"] == "trained"]
             cells = [
-                f"{size['size']:.1e}", run_text(size), name,
+                short(size["size"]), run_text(size), name,
                 f"{100 * statistics.fmean(row['weights_changed'] for row in own):.0f}%",
                 range_text([row["kept"] for row in other]),
                 range_text([row["kept"] for row in trained]),
@@ -346,7 +347,7 @@ def all_changes(rows):
     for row in rows:
         if row["kind"] == "kept":
             cells = [
-                row["direction"], f"{row['size']:.1e}", row["format"], row["responses"],
+                row["direction"], short(row["size"]), row["format"], row["responses"],
                 f"{row['kept']:.3f}", f"{row['change']:.4f}", f"{row['gap']:.4f}",
                 f"{100 * row['weights_changed']:.1f}%"]
             lines.append(f"| {' | '.join(cells)} |")
@@ -365,7 +366,7 @@ def activations_text(rows):
     text += "| size of the change (RMS) | run | RMS of simulated AdamW |\n|---|---|---|\n"
     for row in rows:
         if row["kind"] == "size":
-            text += f"| {row['size']:.1e} | {run_text(row)} | {row['simulated']:.1e} |\n"
+            text += f"| {short(row['size'])} | {run_text(row)} | {short(row['simulated'])} |\n"
     return text
 
 
