@@ -16,7 +16,7 @@ from common import plot
 from common.logs import read, read_packed, unpack
 from experiments.comparisons import report
 from experiments.comparisons.settings import EXPERIMENTS
-from experiments.precision import rounding
+from experiments.precision import kept, rounding
 from experiments.qwen import gsm8k, gsm8k_gpu, sums
 from experiments.speed import bench_vs_trl
 from experiments.tiny import exact, learning_rates, range_rule, ratios
@@ -42,6 +42,7 @@ def tables():
     found[gsm8k_gpu.RESULTS / "table.md"] = gsm8k_gpu.table(gpu_answers)
     measured = rounding.logged(rounding.RESULTS)
     found[rounding.RESULTS / "table.md"] = rounding.table(measured)
+    found[kept.LOG.with_suffix(".md")] = kept.tables(read(kept.LOG))
     rounds = bench_vs_trl.summarise(read(bench_vs_trl.RESULTS / "rounds.jsonl"))
     found[bench_vs_trl.RESULTS / "table.md"] = bench_vs_trl.table(rounds)
     found[range_rule.RESULTS / "range_rule.md"] = range_rule.tables(read(range_rule.LOG))
