@@ -179,17 +179,3 @@ def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(command
     assert "2 held-out questions are left out" in capsys.readouterr().out
     asked = [row["question"] for row in read(tmp_path / "run" / "eval_1.jsonl")]
     assert asked == ["new?"]
-
-
-@pytest.mark.parametrize(
-    "flags, is_noted",
-    [
-        (["--eps_low", "0.1", "--eps_high", "0.2"], True),
-        (["--eps_low", "0.09"], False),
-        (["--eps_low", "1", "--eps_high", "1e9"], False),  # how "no clip" is written
-        (["--algorithm", "grpo"], False),
-    ],
-)
-def test_a_wide_range_of_gspo_is_noted(command, tmp_path, capsys, flags, is_noted):
-    run(command, tmp_path / "run", "--max_steps", "1", "--eval_size", "0", *flags)
-    assert ("is wide for GSPO's ratio" in capsys.readouterr().out) == is_noted
