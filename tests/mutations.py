@@ -2,10 +2,11 @@
 
     python -m tests.mutations [--count 100] [--seed 0] [--results FILE] [--files FILE ...]
 
-The mutations are drawn from all files together, so that a longer file gets more of them. Each one changes one operator, number, condition, keyword, order of arguments or statement. The
-tests run until one fails or until LIMIT; both count as caught. If the file cannot be imported,
-another mutation is drawn. Texts stay, because most of them are messages. If the command is repeated
-with the same results file, it tests only what was not caught before.
+The mutations are drawn from all files together, so that a longer file gets more of them. Each one
+changes one operator, number, condition, keyword, order of arguments or statement. The tests run
+until one fails or until LIMIT; both count as caught. If the file cannot be imported, another
+mutation is drawn. Texts stay, because most of them are messages. If the command is repeated with
+the same results file, it tests only what was not caught before.
 """
 import argparse
 import ast

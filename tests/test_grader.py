@@ -342,13 +342,9 @@ class TestPoints:
     def test_rank_files_by_the_kind_of_mistake(self, grades):
         """Best first: a wrong shape or dtype, a naive file, a mistake in the maths, two of them."""
         order = [
-            {"right"},
-            {"private"},
-            {"no_upcast"},
-            {"six_lines"},
+            {"right"}, {"private"}, {"no_upcast"}, {"six_lines"},
             {"no_group", "sign", "sum", "sum_by_default", "mean_of_all_tokens"},
-            {"self_call, clip_without_min", "no_root, max_for_min"},
-            {"killed"},
+            {"self_call, clip_without_min", "no_root, max_for_min"}, {"killed"},
         ]
         for better, worse in zip(order, order[1:]):
             least = min(grades[name]["grade"] for name in better)

@@ -63,9 +63,7 @@ class TestScript:
         data = write_jsonl(tmp_path / "own.jsonl", rows)
         flags = ["--dataset", data, "--output_dir", "runs/own", "--max_steps", "2"]
         done = subprocess.run(
-            [sys.executable, "own.py", *command, *flags],
-            cwd=tmp_path,
-            capture_output=True,
+            [sys.executable, "own.py", *command, *flags], cwd=tmp_path, capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
@@ -113,10 +111,8 @@ class TestScript:
         data = write_jsonl(tmp_path / "q.jsonl", rows)
         flags = [*command, "--dataset", data, "--output_dir", str(tmp_path / "a")]
         done = subprocess.run(
-            [sys.executable, "train_math.py", *flags, "--max_steps", "1"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONIOENCODING": "cp1252"},
-            capture_output=True,
+            [sys.executable, "train_math.py", *flags, "--max_steps", "1"], cwd=tmp_path,
+            env=os.environ | {"PYTHONIOENCODING": "cp1252"}, capture_output=True,
         )
         assert done.returncode == 0, done.stderr
         assert b"? 8? -> " in done.stdout
