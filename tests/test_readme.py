@@ -33,8 +33,9 @@ def is_missing(module, code):
 class TestReadme:
     @pytest.mark.parametrize("page", PAGES)
     def test_blocks_print_what_they_say(self, page, command, tmp_path):
-        """tests/test_contributing.py runs the one of CONTRIBUTING.md. Each block runs beside gspo.py, unless it needs an engine that is not installed. A block
-        that calls train_math.main gets flags, here those of one step of the tiny model."""
+        """Each block runs beside gspo.py, unless it needs an engine that is not installed. A block
+        that calls train_math.main gets flags, here those of one step of the tiny model. The page
+        that is left out is that of tests/test_contributing.py."""
         flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
         for code, output in blocks_of(page):
             if any(is_missing(module, code) for module in OPTIONAL):
