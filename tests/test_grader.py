@@ -647,10 +647,3 @@ class TestTable:
         assert six.startswith(f"six_lines.py,{grades['six_lines']['grade']},5,")
         assert f",{full}," in six
         assert killed.startswith("killed.py,0.0,0,") and ",0,0,ends the process (SIGKILL)" in killed
-
-    def test_is_json_for_a_program(self, grades, capsys):
-        class_grades.grade_class(
-            teach.homework(), [Path("six_lines.py"), Path("killed.py")], as_json=True)
-        six, killed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-        assert six == grades["six_lines"]
-        assert killed["total maths"] == [0, six["total maths"][1]]

@@ -288,14 +288,6 @@ class TestTrain:
         train_math.main(flags, parity_reward, on_step=seen.append)
         assert json.loads(json.dumps(seen)) == read(tmp_path / "a" / "metrics.jsonl")
 
-    def test_ends_early_if_stopped_holds_something(self, fresh):
-        stopped = []
-        rows = train_math.train(
-            settings(), *fresh, sums(8), reward=parity_reward, stopped=stopped,
-            on_step=lambda row: stopped.extend([1] * (row["step"] == 2)),
-        )
-        assert [row["step"] for row in rows] == [0, 1, 2]
-
     @pytest.mark.parametrize("name", ["encode_prompts", "rollout", "response_log_probs"])
     def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
         def fails(*arguments):
@@ -337,17 +329,13 @@ def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
     assert kept[1] < kept[0] / 2
 
 
-def test_the_answers_of_an_evaluation_have_the_gold_answer_whatever_its_kind(fresh):
-    questions = [row | {"answer": answer} for row, answer in zip(sums(3), ("Paris", 7, "x #### 8"))]
-    row = train_math.evaluate(*fresh, questions, settings(), reward=parity_reward)
-    assert [result["gold"] for result in row["eval_results"]] == ["Paris", "7", "8"]
-
-
 def test_an_answer_of_any_kind_can_be_logged(fresh, tmp_path):
-    held_out = [row | {"answer": datetime.date(2025, 7, 24)} for row in sums(2)]
+    answers = ["Paris", 7, "x #### 8", datetime.date(2025, 7, 24)]
+    held_out = [row | {"answer": answer} for row, answer in zip(sums(4), answers)]
     cfg = settings(output_dir=str(tmp_path), max_steps=1)
     train_math.train(cfg, *fresh, sums(8), held_out, reward=parity_reward)
-    assert {row["gold"] for row in read(tmp_path / "eval_0.jsonl")} == {"2025-07-24"}
+    found = [row["gold"] for row in read(tmp_path / "eval_0.jsonl")]
+    assert found == ["Paris", "7", "8", "2025-07-24"]
 
 
 class TestWhatAReviewFound:

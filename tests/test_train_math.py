@@ -85,20 +85,11 @@ class TestDataset:
     def test_on_the_hub_is_asked_for_by_its_name(self, monkeypatch):
         """No test asks the hub itself."""
         asked = []
-        no_test = {"train": sums(10)}
-
-        def load_dataset(*what):
-            asked.append(what)
-            return {"train": sums(9)[:6], "test": sums(9)[6:]}
-
-        monkeypatch.setattr(support.questions, "load_dataset", load_dataset)
+        parts = {"train": sums(9)[:6], "test": sums(9)[6:]}
+        monkeypatch.setattr(
+            support.questions, "load_dataset", lambda *what: asked.append(what) or parts)
         assert train_math.load_questions(settings(eval_size=2)) == (sums(6), sums(8)[6:])
-
-        def load_without_test(*what):
-            asked.append(what)
-            return no_test
-
-        monkeypatch.setattr(support.questions, "load_dataset", load_without_test)
+        parts = {"train": sums(10)}
         assert train_math.load_questions(dataset("some/maths")) == (sums(10)[:8], sums(10)[8:])
         assert asked == [("openai/gsm8k", "main"), ("some/maths", None)]
 
@@ -919,8 +910,12 @@ class TestCommandLine:
     ):
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 
+        calls = itertools.count(1)
+
         def mistaken(*arguments, **more):
-            raise RuntimeError("shapes do not fit")
+            if next(calls) == 14:  # between two updates of step 4; step 3 is not saved
+                raise RuntimeError("shapes do not fit")
+            return gspo_loss(*arguments, **more)
 
         flags = [*command, "--output_dir", str(tmp_path / "a")]
         with pytest.raises(RuntimeError, match="shapes"):
@@ -1000,10 +995,8 @@ class TestModels:
     @pytest.mark.parametrize(
         "fault, words",
         [
-            ("scaled", "between sampling and the full forward"), ("no pair", "not a pair"),
             ("no pair by one token", "not a pair"), ("no end", "an end token"),
             ("no template", "chat"), ("too long", "up to 515 tokens"), ("nan", "differ by nan"),
-            ("meta", ""), ("tpu9", "tpu9"),
         ],
     )
     def test_that_do_not_fit_end_in_one_line_before_any_step(
@@ -1011,27 +1004,19 @@ class TestModels:
     ):
         model, tokenizer = fresh
         flags = ["--output_dir", tmp_path / "a"]
-        if fault == "scaled":
-            forward = model.forward
-            model.forward = lambda **inputs: doubled(forward, inputs)
-        elif fault == "no pair by one token":
+        if fault == "no pair by one token":
             questions = train_math.load_questions(settings(dataset=command[3]))[0]
             prompts = train_math.encode_prompts(tokenizer, questions, settings())
             model.resize_token_embeddings(max(map(max, prompts)))
-        elif fault == "no pair":
-            model.resize_token_embeddings(40)
         elif fault == "no end":
             tokenizer.eos_token = model.generation_config.eos_token_id = None
         elif fault == "no template":
             tokenizer.chat_template = None
         elif fault == "too long":
             flags += ["--max_completion_length", "490"]
-        elif fault == "nan":
-            model.lm_head.weight.data[5] = math.nan
         else:
-            flags += ["--device", fault]
-        if fault not in ("meta", "tpu9"):
-            monkeypatch.setattr(train_math, "load", lambda *a: fresh)
+            model.lm_head.weight.data[5] = math.nan
+        monkeypatch.setattr(train_math, "load", lambda *a: fresh)
         line = one_line(train_math.main, *command, *flags, reward=parity_reward)
         assert line.startswith(f"train_math.py: --model {command[1]} ") and words in line
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
