@@ -48,7 +48,11 @@ EXPLAINED = {  # the changed line of a survivor, and why the tests cannot notice
     "if done != 1 and mask.is_cuda:": GPU,
     "uniform = 1 - torch.rand(len(probs), 1)": GPU,
     "n = max(len(updates), 1)": "max has no order",
+    "optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, "
+    "fused=False)": "fused is only faster, and rounds differently",
     "chunk_size = max(2 ** 22 // len(head.weight), 256)": "max has no order",
+    "for t in tqdm(range(max_length), 'sampling, tokens', leave=False, delay=2):":
+        "only the progress bar changes",
     "chunks.append(checkpoint(log_probs_of, *chunk, use_reentrant=False))":
         "nothing in the head is random, so the random state need not be kept",
 }

@@ -913,7 +913,7 @@ class TestCommandLine:
         calls = itertools.count(1)
 
         def mistaken(*arguments, **more):
-            if next(calls) == 14:  # between two updates of step 4; step 3 is not saved
+            if next(calls) == 11:  # between two updates of step 4; step 3 is not saved
                 raise RuntimeError("shapes do not fit")
             return gspo_loss(*arguments, **more)
 
