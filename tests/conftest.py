@@ -6,6 +6,9 @@ import os
 import re
 import shutil
 import signal
+import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
 
+TOP = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # models this small are slower on several
 
 SMALL = {
@@ -41,6 +45,10 @@ def parity_reward(prompts, completions, **columns):
     """1 for an odd number of digits. A model with random weights gets this reward in about half of
     its responses, so that there is a gradient."""
     return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
+
+
+def constant_reward(prompts, completions, **columns):
+    return [0.3] * len(completions)
 
 
 def gspo_loss_that_kills(call):
@@ -88,6 +96,32 @@ def run(command, folder, *flags, reward=parity_reward):
     """Run the script on the tiny model. Returns the rows of its log."""
     train_math.main([*command, "--output_dir", str(folder), *flags], reward)
     return read(folder / "metrics.jsonl")
+
+
+def run_code(code, *flags, folder=TOP):
+    """Runs this program with these flags in a copy of this process, which has done the imports.
+    Returns (exit code, what it prints, what it prints as errors)."""
+    with tempfile.TemporaryDirectory() as at:
+        files = Path(at, "out"), Path(at, "err")
+        child = os.fork()
+        if child == 0:
+            code_of_exit = 1
+            try:
+                for number, file in enumerate(files, 1):
+                    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+                sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))
+                sys.argv = ["program", *map(str, flags)]
+                os.chdir(folder)
+                exec(code, {"__name__": "__main__"})
+                code_of_exit = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code_of_exit)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), *(file.read_text() for file in files)
 
 
 def one_line(main, *flags, **more):

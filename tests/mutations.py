@@ -1,11 +1,12 @@
-"""Do the tests notice mistakes in train_math.py?
+"""Do the tests notice mistakes in train_math.py and support/?
 
-    python -m tests.mutations [--count 100] [--seed 0] [--results FILE]
+    python -m tests.mutations [--count 100] [--seed 0] [--results FILE] [--files FILE ...]
 
-Each mutation changes one operator, number, condition, keyword, order of arguments or statement. The
-tests run until one fails or until LIMIT; both count as caught. If the file cannot be imported,
-another mutation is drawn. Texts stay, because most of them are messages. If the command is repeated
-with the same results file, it tests only what was not caught before.
+The mutations are drawn from all files together, so that a longer file gets more of them. Each one
+changes one operator, number, condition, keyword, order of arguments or statement. The tests run
+until one fails or until LIMIT; both count as caught. If the file cannot be imported, another
+mutation is drawn. Texts stay, because most of them are messages. If the command is repeated with
+the same results file, it tests only what was not caught before.
 """
 import argparse
 import ast
@@ -13,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,13 +25,15 @@ import pytest
 
 from common import logs
 
-TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers", "test_script",
-         "test_bad_inputs")
+FILES = ["train_math.py", *map(str, sorted(Path("support").glob("*.py")))]
+TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers", "test_bad_inputs",
+         "test_script")
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, And Or, BitAnd BitOr"
 SWAPPED = {ast.Mod: ast.Mult, ast.FloorDiv: ast.Div, ast.Pow: ast.Mult}
 for pair in PAIRS.split(", "):
     one, other = (getattr(ast, name) for name in pair.split())
     SWAPPED |= {one: other, other: one}
+IMPORTED_ANEW = ("train_math", "support", "tests.test_", "tests.conftest", "common")
 LIMIT = 900  # seconds for the tests of one mutation
 KINDS = {
     "constant": ast.Constant,
@@ -37,13 +41,18 @@ KINDS = {
     "unary operator": ast.UnaryOp,
     "statement": (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If),
 }
+GPU_FUNCTIONS = {"run_and_capture"}  # are not changed, because only a GPU executes them
 GPU = "only a GPU executes this line"
 EXPLAINED = {  # the changed line of a survivor, and why the tests cannot notice the change
     "torch.manual_seed(cfg.seed * 2000006 + step)": "any large factor keeps the seeds apart",
     "if done != 1 and mask.is_cuda:": GPU,
-    "decode()": GPU,
     "uniform = 1 - torch.rand(len(probs), 1)": GPU,
     "n = max(len(updates), 1)": "max has no order",
+    "optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, "
+    "fused=False)": "fused is only faster, and rounds differently",
+    "chunk_size = max(2 ** 22 // len(head.weight), 256)": "max has no order",
+    "for t in tqdm(range(max_length), 'sampling, tokens', leave=False, delay=2):":
+        "only the progress bar changes",
     "chunks.append(checkpoint(log_probs_of, *chunk, use_reentrant=False))":
         "nothing in the head is random, so the random state need not be kept",
 }
@@ -89,41 +98,63 @@ def mutate(tree, number, kind):
         del node.keywords[int(kind.split()[1])]
 
 
-def mutations(source, seed):
-    """All mutations of the source in a random order, as (what has changed, new source)."""
-    nodes = enumerate(ast.walk(ast.parse(source)))
-    places = [(number, kind) for number, node in nodes for kind in kinds_of(node)]
-    before = ast.unparse(ast.parse(source)).split("\n")
-    for number, kind in random.Random(seed).sample(places, len(places)):
+def mutations(sources, seed):
+    """All mutations of the files in a random order, as (file, what has changed, new source).
+
+    sources: {file: its source}."""
+    places = []
+    for file, source in sources.items():
         tree = ast.parse(source)
+        unused = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name in GPU_FUNCTIONS:
+                unused.update(ast.walk(node))
+        for number, node in enumerate(ast.walk(tree)):
+            places += [(file, number, kind, node in unused) for kind in kinds_of(node)]
+    for file, number, kind, is_unused in random.Random(seed).sample(places, len(places)):
+        if is_unused:
+            continue
+        tree = ast.parse(sources[file])
+        before = ast.unparse(tree).split("\n")
         mutate(tree, number, kind)
         after = ast.unparse(tree).split("\n")
         if after != before:
             i, a, b = next((i, a, b) for i, (a, b) in enumerate(zip(before, after)) if a != b)
-            yield f"{i}: {a.strip()}  ->  {b.strip()}", "\n".join(after)
+            yield file, f"{file} {i}: {a.strip()}  ->  {b.strip()}", "\n".join(after)
+
+
+def copy_files(folder):
+    """Copies train_math.py and support/ to this folder."""
+    shutil.copy("train_math.py", folder)
+    shutil.copytree("support", Path(folder, "support"), ignore=shutil.ignore_patterns("*.pyc"))
 
 
 def run_tests(folder, log):
-    """Run the tests in this process, which ends with them, on the train_math.py of the folder."""
+    """Run the tests in this process, which ends with them, on the files of the folder."""
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(1, 2)
     for name in list(sys.modules):
-        if name.startswith(("train_math", "tests.test_", "tests.conftest", "common")):
+        if name.startswith(IMPORTED_ANEW):
             del sys.modules[name]
     sys.path.insert(0, folder)
+    importlib.invalidate_caches()
     try:
         importlib.import_module("train_math")
     except BaseException:
         os._exit(99)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("train_math", "support")):
+            assert module.__file__.startswith(folder), f"{module.__file__} is not the changed one"
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", f"--basetemp={folder}/files"]
     os._exit(pytest.main([*options, *[f"tests/{name}.py" for name in TESTS]]))
 
 
-def outcome(source):
-    """("survived", "caught" or "skipped", the test that failed)."""
+def outcome(file, source):
+    """("survived", "caught" or "skipped", the test that failed) if this file has this source."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "train_math.py").write_text(source, encoding="utf-8")
+        copy_files(folder)
+        Path(folder, file).write_text(source, encoding="utf-8")
         log = Path(folder, "log")
         process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, log))
         process.start()
@@ -140,19 +171,20 @@ def main():
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("mutations.jsonl"))
+    parser.add_argument("--files", nargs="+", default=FILES, help="the files to change")
     args = parser.parse_args()
-    source = Path("train_math.py").read_text(encoding="utf-8")
-    crc = zlib.crc32(source.encode())
+    sources = {file: Path(file).read_text(encoding="utf-8") for file in args.files}
+    crc = zlib.crc32(repr(sources).encode())
     known = {row["change"]: row["outcome"] for row in logs.read(args.results) if row["crc"] == crc}
     for name in TESTS:
         importlib.import_module(f"tests.{name}")  # so that the imports take their time only once
-    if outcome(source)[0] != "survived":
+    if outcome(*next(iter(sources.items())))[0] != "survived":
         sys.exit("the tests fail without any mutation")
     counts = {"caught": 0, "survived": 0, "skipped": 0}
-    for change, mutated in mutations(source, args.seed):
+    for file, change, mutated in mutations(sources, args.seed):
         found = known.get(change, "survived")
         if found == "survived":
-            found, test = outcome(mutated)
+            found, test = outcome(file, mutated)
             row = {"crc": crc, "change": change, "outcome": found, "test": test}
             logs.append(args.results, row)
         if found == "survived":

@@ -5,10 +5,8 @@ and the words that the line must contain.
 """
 
 import json
-import math
 
 import pytest
-from filelock import FileLock
 from transformers import T5Config, T5ForConditionalGeneration
 
 import train_math
@@ -35,21 +33,6 @@ def dataset(name, content, encoding="utf-8"):
 
 def rows(*changed):
     return "".join(json.dumps(row) + "\n" for row in [*sums(3), *changed])
-
-
-def used_folder(folder):
-    lock = FileLock(folder / "run" / "lock")
-    lock.acquire(timeout=0)
-    LOCKS.append(lock)
-    return []
-
-
-LOCKS = []
-
-
-def damaged_state(folder):
-    (folder / "run" / "state.pt").write_bytes(b"PK" + bytes(1000))
-    return []
 
 
 def full_disk(folder):
@@ -85,7 +68,6 @@ BAD_INPUTS = {
         ["nowhere.csv", "no such file"],
     ),
     "a dataset folder that is not there": (flag("dataset", "no/such/folder"), ["no/such/folder"]),
-    "no name of a dataset": (flag("dataset", ""), ["--dataset"]),
     "a folder without a train file": (
         dataset("data/test.jsonl", rows()),
         ["there is no train part with rows, only test"],
@@ -94,23 +76,14 @@ BAD_INPUTS = {
         dataset("q.jsonl", rows() + "{'question': 1}\n" + rows()),
         ["q.jsonl", "line 4"],
     ),
-    "a line with another kind of value": (
-        dataset("q.jsonl", rows({"question": 5, "answer": "1"})),
-        ["q.jsonl"],
-    ),
     "a file in another encoding": (
-        dataset("q.csv", "question,answer\nWie groß?,1\n", "latin-1"),
-        ["q.csv", "utf"],
+        dataset("q.csv", "question,answer\nWie groß?,1\n", "latin-1"), ["q.csv", "utf"],
     ),
     "a file of another kind": (dataset("q.txt", rows()), ["must end in .jsonl, .json, .csv"]),
     "an empty file": (dataset("q.csv", ""), ["q.csv"]),
     "a header without rows": (
         dataset("q.csv", "question,answer\n"),
         ["q.csv", "no train part with rows"],
-    ),
-    "a table with other columns": (
-        dataset("q.csv", "problem,solution\nHow many?,1\n"),
-        ["row 1", "needs a question"],
     ),
     "an empty cell": (
         dataset("q.csv", "question,answer\nHow many?,1\n,2\nWho?,3\n"),
@@ -125,25 +98,12 @@ BAD_INPUTS = {
     "a file as the model": (a_file_as_model, ["--model", "m.jsonl"]),
     "a model without its tokenizer": (no_tokenizer, ["--model", "okenizer"]),
     "an encoder and decoder": (encoder_decoder, ["--model", "T5Config"]),
-    "an output folder that cannot be made": (flag("output_dir", "/proc/run"), ["--output_dir"]),
-    "a folder that another process uses": (used_folder, ["another process"]),
-    "a damaged state": (damaged_state, ["--output_dir", "state.pt cannot be read"]),
     "a full disk": (full_disk, ["partial", "is the disk full?"]),
-    "a learning rate that is far too high": (
-        flag("learning_rate", "1e9"),
-        ["not finite", "--learning_rate"],
-    ),
-    "an infinite temperature": (flag("temperature", "inf"), ["--temperature inf"]),
-    "no micro-batch": (flag("micro_batch_tokens", "0"), ["--micro_batch_tokens 0"]),
 }
 
 BAD_PARTS = {
     "a list of rewards": ({"reward": [parity_reward]}, ["list", "callable"]),
     "a wrong name of a part": ({"rewards": parity_reward}, ["rewards"]),
-    "a loss that is not a number": (
-        {"loss": lambda log_probs, *rest, **more: log_probs.sum() * math.nan},
-        ["not finite"],
-    ),
 }
 
 
@@ -158,11 +118,7 @@ def test_bad_input_ends_in_one_line(command, tmp_path, monkeypatch, name):
     prepare, words = BAD_INPUTS[name]
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
-    try:
-        found = line(command, tmp_path, prepare(tmp_path))
-    finally:
-        while LOCKS:
-            LOCKS.pop().release()
+    found = line(command, tmp_path, prepare(tmp_path))
     for word in words:
         assert word in found
 
@@ -185,17 +141,3 @@ def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(command
     assert "2 held-out questions are left out" in capsys.readouterr().out
     asked = [row["question"] for row in read(tmp_path / "run" / "eval_1.jsonl")]
     assert asked == ["new?"]
-
-
-@pytest.mark.parametrize(
-    "flags, is_noted",
-    [
-        (["--eps_low", "0.1", "--eps_high", "0.2"], True),
-        (["--eps_low", "0.09"], False),
-        (["--eps_low", "1", "--eps_high", "1e9"], False),  # how "no clip" is written
-        (["--algorithm", "grpo"], False),
-    ],
-)
-def test_a_wide_range_of_gspo_is_noted(command, tmp_path, capsys, flags, is_noted):
-    run(command, tmp_path / "run", "--max_steps", "1", "--eval_size", "0", *flags)
-    assert ("is wide for GSPO's ratio" in capsys.readouterr().out) == is_noted

@@ -88,23 +88,6 @@ def key_of(path):
     return dict(re.findall(r"^\| ([a-h]) \| ([^|]*) \|", path.read_text(), re.MULTILINE))
 
 
-def test_draws_a_row_of_panels_for_each_log(tmp_path, monkeypatch):
-    drawn = []
-
-    def save(figure, *_, **__):
-        drawn.append(figure)
-
-    monkeypatch.setattr(find_the_bug.Figure, "savefig", save)
-    logs = {letter: read(find_the_bug.FOLDER / f"{letter}.jsonl") for letter in "bf"}
-    find_the_bug.draw(logs, tmp_path / "picture.png")
-    n = len(find_the_bug.PANELS)
-    assert len(drawn[0].axes) == 2 * n
-    for row, letter in enumerate("bf"):
-        for axis, name in zip(drawn[0].axes[row * n:], find_the_bug.PANELS):
-            values = [abs(line[name]) for line in logs[letter][1:]]
-            assert axis.lines[0].get_ydata().tolist() == values
-
-
 @pytest.fixture
 def no_picture(monkeypatch):
     """The picture, which takes seconds, is an empty file."""

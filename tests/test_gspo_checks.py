@@ -54,26 +54,10 @@ TWO = (2, 5), (2, 5)
 
 
 @pytest.mark.parametrize("function, shapes, found", [
-    (
-        gspo.token_log_probs,
-        [(2, 5, 9), (2, 7)],
-        "logits (2, 5, 9), tokens (2, 7)",
-    ),
-    (
-        gspo.sequence_ratio,
-        [*TWO, (1, 5)],
-        "log_probs (2, 5), old_log_probs (2, 5), mask (1, 5)",
-    ),
-    (
-        gspo.gspo_loss,
-        [*TWO, (3,), (2, 5)],
-        "advantages (3,), mask (2, 5)",
-    ),
-    (
-        gspo.grpo_loss,
-        [*TWO, (2,), (5,)],
-        "log_probs (2, 5), old_log_probs (2, 5), mask (5,)",
-    ),
+    (gspo.token_log_probs, [(2, 5, 9), (2, 7)], "logits (2, 5, 9), tokens (2, 7)"),
+    (gspo.sequence_ratio, [*TWO, (1, 5)], "log_probs (2, 5), old_log_probs (2, 5), mask (1, 5)"),
+    (gspo.gspo_loss, [*TWO, (3,), (2, 5)], "advantages (3,), mask (2, 5)"),
+    (gspo.grpo_loss, [*TWO, (2,), (5,)], "log_probs (2, 5), old_log_probs (2, 5), mask (5,)"),
 ])
 def test_a_message_names_all_shapes(function, shapes, found):
     with pytest.raises(ValueError, match=re.escape(found)):

@@ -75,7 +75,8 @@ def test_no_committed_run_used_these_starting_models():
     assert worlds and not worlds & set(learning_rates.MODELS["world"])
 
 
-def test_a_run_has_its_settings_and_is_not_made_twice(log, trained):
+def test_a_run_has_its_settings_and_is_not_made_twice(log, trained, monkeypatch):
+    monkeypatch.setattr(runs, "cold_folder", lambda task, start: None)  # it would be made
     for _ in range(2):
         learning_rates.run("long", 17, "GRPO", 2e-4)
         learning_rates.run("world", 31, "no clip", 3e-4)

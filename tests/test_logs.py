@@ -59,10 +59,8 @@ def test_a_packed_log_is_readable_and_holds_equal_logs_once(folder, tmp_path):
     logs.pack(folder, tmp_path / "all.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     assert rows == [
-        {"log": "a/before", "step": 0, "word": "−5"},
-        {"log": "a/before", "step": 1},
-        {"log": "a/eps_0.02", "step": 7},
-        {"log": "b/before", "same_as": "a/before"},
+        {"log": "a/before", "step": 0, "word": "−5"}, {"log": "a/before", "step": 1},
+        {"log": "a/eps_0.02", "step": 7}, {"log": "b/before", "same_as": "a/before"},
     ]
 
 

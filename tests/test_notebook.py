@@ -20,12 +20,8 @@ def execute(cells, folder):
     program += "for cell in json.load(sys.stdin):\n    exec(cell, names)\n"
     environment = {**os.environ, "NOTEBOOK_STEPS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(cells),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
+        [sys.executable, "-c", program], input=json.dumps(cells), capture_output=True, text=True,
+        cwd=folder, env=environment,
     )
 
 

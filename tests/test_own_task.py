@@ -17,6 +17,7 @@ import train_math
 from common.logs import read
 from tests.conftest import (
     assert_same,
+    constant_reward,
     one_line,
     parity_reward,
     run,
@@ -24,10 +25,6 @@ from tests.conftest import (
     sums,
     without_clocks,
 )
-
-
-def constant_reward(prompts, completions, **columns):
-    return [0.3] * len(completions)
 
 
 class TestScore:
@@ -232,13 +229,6 @@ class TestAnAlgorithm:
 
 
 class TestTrain:
-    @pytest.mark.parametrize(
-        "faults",
-        [{"eps_low": 0}, {"eps_low": 1.5}, {"eps_low": 0.9997}, {"eps_high": 0}, {"group_size": 1}],
-    )
-    def test_settings_that_are_out_of_range_are_refused(self, faults):
-        with pytest.raises(ValueError, match=next(iter(faults))):
-            settings(**faults)
 
     def test_without_questions_is_refused(self, fresh):
         with pytest.raises(ValueError, match="no questions"):
@@ -283,11 +273,7 @@ class TestTrain:
         """Also without an output_dir, where nothing is printed."""
         seen = []
         rows = train_math.train(
-            settings(),
-            *fresh,
-            sums(8),
-            sums(2),
-            reward=constant_reward,
+            settings(), *fresh, sums(8), sums(2), reward=constant_reward,
             on_step=lambda row: seen.append(dict(row)),
         )
         assert seen == rows and len(rows) == 7
@@ -302,18 +288,6 @@ class TestTrain:
         train_math.main(flags, parity_reward, on_step=seen.append)
         assert json.loads(json.dumps(seen)) == read(tmp_path / "a" / "metrics.jsonl")
 
-    def test_ends_early_if_stopped_holds_something(self, fresh):
-        stopped = []
-        rows = train_math.train(
-            settings(),
-            *fresh,
-            sums(8),
-            reward=parity_reward,
-            stopped=stopped,
-            on_step=lambda row: stopped.extend([1] * (row["step"] == 2)),
-        )
-        assert [row["step"] for row in rows] == [0, 1, 2]
-
     @pytest.mark.parametrize("name", ["encode_prompts", "rollout", "response_log_probs"])
     def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
         def fails(*arguments):
@@ -322,10 +296,6 @@ class TestTrain:
         parts = {"reward": parity_reward, name: fails}
         line = one_line(train_math.main, *command, "--output_dir", tmp_path / "a", **parts)
         assert "in the part" in line and "--model" in line
-
-    def test_refuses_a_part_that_it_does_not_know(self, fresh):
-        with pytest.raises(TypeError, match="rewards"):
-            train_math.train(settings(), *fresh, sums(8), rewards=parity_reward)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames the method
@@ -359,17 +329,13 @@ def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
     assert kept[1] < kept[0] / 2
 
 
-def test_the_answers_of_an_evaluation_have_the_gold_answer_whatever_its_kind(fresh):
-    questions = [row | {"answer": answer} for row, answer in zip(sums(3), ("Paris", 7, "x #### 8"))]
-    row = train_math.evaluate(*fresh, questions, settings(), reward=parity_reward)
-    assert [result["gold"] for result in row["eval_results"]] == ["Paris", "7", "8"]
-
-
 def test_an_answer_of_any_kind_can_be_logged(fresh, tmp_path):
-    held_out = [row | {"answer": datetime.date(2025, 7, 24)} for row in sums(2)]
+    answers = ["Paris", 7, "x #### 8", datetime.date(2025, 7, 24)]
+    held_out = [row | {"answer": answer} for row, answer in zip(sums(4), answers)]
     cfg = settings(output_dir=str(tmp_path), max_steps=1)
     train_math.train(cfg, *fresh, sums(8), held_out, reward=parity_reward)
-    assert {row["gold"] for row in read(tmp_path / "eval_0.jsonl")} == {"2025-07-24"}
+    found = [row["gold"] for row in read(tmp_path / "eval_0.jsonl")]
+    assert found == ["Paris", "7", "8", "2025-07-24"]
 
 
 class TestWhatAReviewFound:

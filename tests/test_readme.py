@@ -2,18 +2,15 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from gspo import group_advantages, gspo_loss
+from tests.conftest import TOP, run_code
 
-TOP = Path(__file__).resolve().parents[1]
 FOUND = [*TOP.glob("*.md"), *TOP.glob("lesson/*.md"), *TOP.glob("experiments/*.md")]
-PAGES = sorted(str(page.relative_to(TOP)) for page in FOUND)
+PAGES = sorted({str(page.relative_to(TOP)) for page in FOUND} - {"CONTRIBUTING.md"})
 LINKING = sorted(str(page.relative_to(TOP)) for kind in ("*.md", "*.ipynb")
                  for page in (*TOP.glob(kind), *TOP.glob(f"lesson/**/{kind}"),
                               *TOP.glob(f"experiments/**/{kind}")))
@@ -46,24 +43,20 @@ def test_links_lead_to_files(page):
 
 
 class TestReadme:
-    def test_shows_python(self):
-        assert blocks_of("README.md")
-
     @pytest.mark.parametrize("page", PAGES)
     def test_blocks_print_what_they_say(self, page, command, tmp_path):
         """Each block runs beside gspo.py, unless it needs an engine that is not installed. A block
-        that calls train_math.main gets flags, here those of one step of the tiny model."""
+        that calls train_math.main gets flags, here those of one step of the tiny model. The page
+        that is left out is that of tests/test_contributing.py."""
         flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
         for code, output in blocks_of(page):
             if any(is_missing(module, code) for module in OPTIONAL):
                 continue
             flags_of = flags if "train_math.main(" in code else []
-            done = subprocess.run(
-                [sys.executable, "-c", code, *flags_of], cwd=TOP, capture_output=True, text=True
-            )
-            assert done.returncode == 0, f"{code}\n{done.stderr}"
+            status, printed, errors = run_code(code, *flags_of)
+            assert status == 0, f"{code}\n{errors}"
             if not flags_of or output:
-                assert done.stdout.strip() == output.strip(), code
+                assert printed.strip() == output.strip(), code
 
     def test_six_lines_are_gspo_loss(self):
         """The function on the front page equals gspo_loss on a batch without NaN and without empty
@@ -88,6 +81,6 @@ class TestReadme:
         assert torch.allclose(gradient, its_gradient, atol=1e-6)
 
     def test_pencil_rows_are_the_example_s(self):
-        done = subprocess.run([sys.executable, TOP / "gspo.py"], capture_output=True, text=True)
+        _, printed, _ = run_code(text_of("gspo.py"))
         table = re.search(r"```text\n(advantage .*?)```", text_of("lesson/README.md"), re.DOTALL)
-        assert set(table[1].splitlines()) <= set(done.stdout.splitlines())
+        assert set(table[1].splitlines()) <= set(printed.splitlines())

@@ -7,22 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import (
-    CTRLConfig,
-    CTRLLMHeadModel,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
 
 import train_math
 from common.tiny_model import tiny_tokenizer
@@ -44,29 +29,29 @@ SIZES = {
 }
 SLIDING = {"use_sliding_window": True, "max_window_layers": 1}
 GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256}
-KINDS = {  # the model class, its config class, its settings
-    "Qwen2": (Qwen2ForCausalLM, Qwen2Config, SIZES),
-    "Qwen3": (Qwen3ForCausalLM, Qwen3Config, SIZES | {"head_dim": 8}),
-    "a long window": (Qwen2ForCausalLM, Qwen2Config, SIZES | SLIDING | {"sliding_window": 128}),
-    "only windows": (MistralForCausalLM, MistralConfig, SIZES | {"sliding_window": 128}),
-    "GPT-2": (GPT2LMHeadModel, GPT2Config, GPT2_SIZES),
-    "a short window": (Qwen2ForCausalLM, Qwen2Config, SIZES | SLIDING | {"sliding_window": 8}),
-    "Gemma 3": (Gemma3ForCausalLM, Gemma3TextConfig, SIZES | {"head_dim": 8, "sliding_window": 8}),
-    "LFM2": (Lfm2ForCausalLM, Lfm2Config, SIZES | {"layer_types": ["conv", "full_attention"]}),
-    "CTRL": (CTRLLMHeadModel, CTRLConfig, {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 2}),
-    "eager": (Qwen2ForCausalLM, Qwen2Config, SIZES | {"attn_implementation": "eager"}),
+KINDS = {  # the class of the model in transformers, and its settings
+    "Qwen2": ("Qwen2ForCausalLM", SIZES),
+    "Qwen3": ("Qwen3ForCausalLM", SIZES | {"head_dim": 8}),
+    "a long window": ("Qwen2ForCausalLM", SIZES | SLIDING | {"sliding_window": 128}),
+    "only windows": ("MistralForCausalLM", SIZES | {"sliding_window": 128}),
+    "GPT-2": ("GPT2LMHeadModel", GPT2_SIZES),
+    "a short window": ("Qwen2ForCausalLM", SIZES | SLIDING | {"sliding_window": 8}),
+    "Gemma 3": ("Gemma3ForCausalLM", SIZES | {"head_dim": 8, "sliding_window": 8}),
+    "LFM2": ("Lfm2ForCausalLM", SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "CTRL": ("CTRLLMHeadModel", {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 2}),
+    "eager": ("Qwen2ForCausalLM", SIZES | {"attn_implementation": "eager"}),
 }
 
 
 def model_of(kind, seed=1):
     """(model, tokenizer): a small model of this kind with large random weights."""
     tokenizer = tiny_tokenizer()
-    model_class, config_class, changes = KINDS[kind]
+    name, changes = KINDS[kind]
+    model_class = getattr(transformers, name)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(seed)
-    config = config_class(
-        vocab_size=len(tokenizer), bos_token_id=None, initializer_range=0.3, **ids, **changes
-    )
+    config = model_class.config_class(
+        vocab_size=len(tokenizer), bos_token_id=None, initializer_range=0.3, **ids, **changes)
     return model_class(config).eval(), tokenizer
 
 
@@ -78,7 +63,7 @@ def assert_log_probs_of_the_update(model, prompts, group_size, responses, sample
     for i, response in enumerate(responses):
         n = len(response)
         assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=1e-4)
-        assert (sampled[i, n:] == 0).all()
+        assert (sampled[i, n:] == 0).all() and (log_probs[i][~batch.mask[i]] == 0).all()
 
 
 class TestBothSamplers:
@@ -146,7 +131,7 @@ class TestBothSamplers:
         torch.manual_seed(0)
         responses, sampled = sampler(model, prompts, 16, 12, 0.7, ends)
         lengths = [len(response) for response in responses]
-        assert len(set(lengths)) > 4 and sampled.shape == (32, 12)
+        assert len(set(lengths)) > 4 and sampled.shape == (32, 12) and not sampled.requires_grad
         assert all(r[-1] in ends or len(r) == 12 for r in responses)
         assert all(token not in ends for r in responses for token in r[:-1])
         assert_log_probs_of_the_update(model, prompts, 16, responses, sampled, 0.7)
@@ -162,11 +147,6 @@ class TestBothSamplers:
                 ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
             assert responses[2 * k : 2 * k + 2] == [ids[len(prompt) :]] * 2
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
-
-    def test_leave_no_gradient_behind(self, tiny):
-        model, tokenizer = tiny
-        _, sampled = train_math.rollout(model, encoded(tokenizer), 2, 3, 1.0, FREQUENT_ENDS)
-        assert not sampled.requires_grad
 
     @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "a long window", "only windows", "GPT-2"])
     def test_agree_on_greedy_tokens_and_their_log_probs(self, kind):
@@ -236,26 +216,17 @@ class TestWhichSampler:
     @pytest.mark.parametrize(
         "kind, can",
         [
-            ("Qwen2", True),
-            ("Qwen3", True),
-            ("GPT-2", True),
-            ("a long window", True),
-            ("only windows", True),
-            ("a short window", False),
-            ("Gemma 3", False),
-            ("LFM2", False),
-            ("CTRL", False),
-            ("eager", False),
+            ("Qwen2", True), ("Qwen3", True), ("GPT-2", True), ("a long window", True),
+            ("only windows", True), ("a short window", False), ("Gemma 3", False), ("LFM2", False),
+            ("CTRL", False), ("eager", False),
         ],
     )
     def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
         model, _ = model_of(kind)
         assert sampling.cache_can_be_static(model, 64) is can
-
-    def test_a_window_may_be_as_long_as_the_text(self):
-        model, _ = model_of("a long window")
-        assert sampling.cache_can_be_static(model, 128)
-        assert not sampling.cache_can_be_static(model, 129)
+        if kind == "a long window":
+            assert sampling.cache_can_be_static(model, 128)
+            assert not sampling.cache_can_be_static(model, 129)
 
     def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(
         self, fresh, monkeypatch
@@ -494,44 +465,8 @@ class TestSample:
         ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
         assert tokenizer.decode(ids[0]) == "system Be kind.user How?\nSay #### 1A now"
 
-    def test_takes_another_prompt_format(self, fresh):
-        """Also in training, evaluation and the check of the model."""
-        model, tokenizer = fresh
-        asked = []
-
-        def encode_prompts(tokenizer, questions, cfg):
-            return [tokenizer(f"Q {row['question']}").input_ids for row in questions]
-
-        def rollout(model, prompts, *rest):
-            asked.extend(tokenizer.batch_decode(prompts))
-            return train_math.rollout(model, prompts, *rest)
-
-        parts = {"encode_prompts": encode_prompts, "rollout": rollout, "reward": parity_reward}
-        train_math.check_model(model, tokenizer, sums(3), settings(), **parts)
-        train_math.train(settings(max_steps=1), model, tokenizer, sums(4), sums(1), **parts)
-        assert len(asked) == 2 + 1 + 4 + 1 and all(text.startswith("Q ") for text in asked)
-
 
 class TestLogProbs:
-    @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    def test_equal_a_token_by_token_computation(self, tiny, temperature):
-        """One forward for each token without padding, against all tokens at once with padding."""
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer, [{"question": q} for q in ("Ann?", "Bob has 3 figs.", "Eve")])
-        responses = [
-            tokenizer("3+4=7").input_ids,
-            [tokenizer.eos_token_id],
-            tokenizer("12\n#### 5").input_ids,
-        ]
-        slow = []
-        for prompt, response in zip(prompts, responses):
-            for t, token in enumerate(response):
-                logits = model(torch.tensor([prompt + response[:t]])).logits[0, -1]
-                slow.append((logits / temperature).log_softmax(-1)[token].item())
-        batch = train_math.MicroBatch(prompts, responses, [0, 1, 2], "cpu")
-        got = train_math.response_log_probs(model, batch, temperature)
-        assert (got[~batch.mask] == 0).all()
-        assert torch.allclose(got[batch.mask], torch.tensor(slow), atol=1e-5)
 
     def test_are_the_same_if_a_large_vocabulary_needs_several_chunks(self, tiny, monkeypatch):
         """And no chunk of logits has more than 256 rows, or 2^22 elements if that is more."""
@@ -543,24 +478,19 @@ class TestLogProbs:
         sizes = []
 
         class Large:
-            weight = range(151_936)
-
             def __call__(self, hidden):
                 sizes.append(len(hidden))
                 return head(hidden)
 
         monkeypatch.setattr(model, "get_output_embeddings", Large)
-        chunks = train_math.response_log_probs(model, batch, 1.0)
-        assert sizes == [256, len(response) + 99 - 256]
-        assert torch.allclose(chunks, whole, atol=1e-5)
-        Large.weight = range(2**14)
-        sizes.clear()
-        train_math.response_log_probs(model, batch, 1.0)
-        assert sizes == [256, len(response) + 99 - 256]
-        Large.weight = range(2**13)
-        sizes.clear()
-        train_math.response_log_probs(model, batch, 1.0)
-        assert sizes == [len(response) + 99]
+        all_rows = len(response) + 99
+        in_two = [256, all_rows - 256]
+        for vocabulary, expected in (151_936, in_two), (2**14, in_two), (2**13, [all_rows]):
+            Large.weight = range(vocabulary)
+            sizes.clear()
+            chunks = train_math.response_log_probs(model, batch, 1.0)
+            assert sizes == expected
+            assert torch.allclose(chunks, whole, atol=1e-5)
 
     def test_keep_the_end_token_if_it_is_also_the_pad_token(self):
         end = pad = 0

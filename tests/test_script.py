@@ -4,30 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import train_math
 from common.logs import read
-from tests.conftest import (
-    assert_same,
-    copy_script,
-    parity_reward,
-    run,
-    without_clocks,
-    write_jsonl,
-)
-
-TOP = Path(__file__).resolve().parents[1]
-OWN_TASK = """import train_math
-
-def reward(prompts, completions, level, **columns):
-    return [float(len(text) > n) for text, n in zip(completions, level)]
-
-train_math.main(reward=reward)
-"""
+from tests.conftest import assert_same, copy_script, run, run_code, without_clocks, write_jsonl
 
 OWN_ALGORITHM = """
 import train_math
@@ -44,8 +27,9 @@ def centred(rewards, group_size):
     return (groups - groups.mean(1, keepdim=True)).flatten()
 
 
-def reward(prompts, completions, **columns):
-    return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
+def reward(prompts, completions, level, **columns):
+    digits = [sum(c.isdigit() for c in text) for text in completions]
+    return [float((d + n) % 2) for d, n in zip(digits, level)]
 
 
 train_math.ALGORITHMS["cispo"] = train_math.Algorithm(
@@ -56,71 +40,45 @@ if __name__ == "__main__":
 
 
 class TestScript:
-    def test_needs_gspo_alone_beside_it_and_takes_an_own_reward(self, command, tmp_path):
-        copy_script(tmp_path)
-        (tmp_path / "own.py").write_text(OWN_TASK)
-        rows = [{"question": f"{i}?", "level": i} for i in range(10)]
-        data = write_jsonl(tmp_path / "own.jsonl", rows)
-        flags = ["--dataset", data, "--output_dir", "runs/own", "--max_steps", "2"]
-        done = subprocess.run(
-            [sys.executable, "own.py", *command, *flags],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "8 questions and 2 held-out ones" in done.stdout
-        assert "runs/own/model is the model after step 2" in done.stdout
-        assert "Traceback" not in done.stderr
-        rows = read(tmp_path / "runs" / "own" / "metrics.jsonl")
-        assert len(rows) == 3 and rows[2]["eval_questions"] == 2
-        assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
-
     def test_from_outside_trains_and_is_measured_by_its_row(self, command, tmp_path, monkeypatch):
-        """The user's file runs as a script. Its run is compared with one in which loss and
-        advantages are passed as functions, and the clip range as settings."""
+        """The user's file runs as a script, with its own reward and algorithm, beside copies of
+        train_math.py and what it needs, and on a console that cannot show every character. Its run
+        is compared with one in which loss and advantages are passed as functions, and the clip
+        range as settings."""
         copy_script(tmp_path)
         (tmp_path / "own.py").write_text(OWN_ALGORITHM)
-        flags = ["--output_dir", "own", "--max_steps", "2", "--learning_rate", "0.01"]
+        rows = [{"question": f"有 {i}?", "level": i} for i in range(10)]
+        data = write_jsonl(tmp_path / "own.jsonl", rows)
+        flags = [*command, "--dataset", data, "--max_steps", "2", "--learning_rate", "0.01"]
         done = subprocess.run(
-            [sys.executable, "own.py", *command, "--algorithm", "cispo", *flags],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # as the tests: threads round differently
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
+            [sys.executable, "own.py", *flags, "--algorithm", "cispo", "--output_dir", "runs/own"],
+            env=os.environ | {"OMP_NUM_THREADS": "1",  # as the tests: threads round differently
+                              "PYTHONIOENCODING": "cp1252"},
+            cwd=tmp_path, capture_output=True,
         )
         assert done.returncode == 0, done.stderr
-        rows = read(tmp_path / "own" / "metrics.jsonl")
+        assert b"8 questions and 2 held-out ones" in done.stdout and b"? 8? -> " in done.stdout
+        assert b"model is the model after step 2" in done.stdout
+        assert b"Traceback" not in done.stderr
+        rows = read(tmp_path / "runs" / "own" / "metrics.jsonl")
         assert rows[0]["settings"]["algorithm"] == "cispo"
         assert [rows[0]["settings"][name] for name in ("eps_low", "eps_high")] == [1.0, 4.0]
+        assert len(rows) == 3 and rows[2]["eval_questions"] == 2
+        assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
+        assert read(tmp_path / "runs" / "own" / "eval_0.jsonl")[0]["question"] == "有 8?"
 
         monkeypatch.setattr(train_math, "ALGORITHMS", dict(train_math.ALGORITHMS))
         names = {"__name__": "own"}
         exec(OWN_ALGORITHM, names)
         parts = {"loss": names["cispo_loss"], "group_advantages": names["centred"]}
-        more = ["--algorithm", "grpo", "--eps_low", "1", "--eps_high", "4", *flags]
-        flags = [*command, *more, "--output_dir", str(tmp_path / "parts")]
-        train_math.main(flags, parity_reward, **parts)
+        flags += ["--algorithm", "grpo", "--eps_low", "1", "--eps_high", "4"]
+        flags += ["--output_dir", str(tmp_path / "parts")]
+        train_math.main(flags, names["reward"], **parts)
         expected = read(tmp_path / "parts" / "metrics.jsonl")
         assert without_clocks(rows)[1:] == without_clocks(expected)[1:]
-        weights = [tmp_path / run / "model" / "model.safetensors" for run in ("own", "parts")]
+        weights = [tmp_path / run / "model" / "model.safetensors" for run in ("runs/own", "parts")]
         assert weights[0].read_bytes() == weights[1].read_bytes()
         assert rows[2]["log_ratio_std"] > 0
-
-    def test_survives_a_console_that_cannot_show_every_character(self, command, tmp_path):
-        copy_script(tmp_path)
-        rows = [{"question": f"有 {i}?", "answer": i} for i in range(10)]
-        data = write_jsonl(tmp_path / "q.jsonl", rows)
-        flags = [*command, "--dataset", data, "--output_dir", str(tmp_path / "a")]
-        done = subprocess.run(
-            [sys.executable, "train_math.py", *flags, "--max_steps", "1"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONIOENCODING": "cp1252"},
-            capture_output=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert b"? 8? -> " in done.stdout
-        assert read(tmp_path / "a" / "eval_0.jsonl")[0]["question"] == "有 8?"
 
     @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
     def test_after_kill_9_equals_a_run_never_killed(self, command, whole, tmp_path):
@@ -130,8 +88,8 @@ from tests.conftest import gspo_loss_that_kills, parity_reward, train_math
 flags = {[*command, "--output_dir", str(tmp_path / "killed")]!r}
 train_math.main(flags, parity_reward, loss=gspo_loss_that_kills(14))
 """
-        done = subprocess.run([sys.executable, "-c", script], cwd=TOP, capture_output=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        status, _, errors = run_code(script)
+        assert status == -signal.SIGKILL, errors
         assert 2 <= len(torch.load(tmp_path / "killed" / "state.pt")["rows"]) < 6
         run(command, tmp_path / "killed")
         assert_same(whole, tmp_path / "killed")

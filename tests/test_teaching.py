@@ -71,14 +71,6 @@ def test_the_classroom_steps_select_the_tests_of_one_function():
         assert len(re.findall(rf"^class Test(?:Maths|Promises)Of{name}\b", source, re.M)) == 2
 
 
-def test_has_twelve_slides_with_text_for_each_picture():
-    slides = re.split(r"^---$", SLIDES, flags=re.MULTILINE)[2:]
-    assert len(slides) == 12
-    assert all(re.search(r"^#", slide, re.MULTILINE) for slide in slides)
-    texts = re.findall(r"!\[(.*?)\]", SLIDES)
-    assert len(texts) == 3 and all(re.match(r"[hw]:\d+ \w+", text) for text in texts)
-
-
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!https?:)([^)#]+)", GUIDE + SLIDES))
 def test_links_to_files_that_exist(link):
     assert (ROOT / "lesson" / link).exists()

@@ -14,11 +14,8 @@ from tests.conftest import SMALL, one_line, sums, write_jsonl
 @pytest.mark.parametrize(
     "answer, text",
     [
-        (42, "#### 42"),
-        ("42", "#### 42"),
-        ("1,234", "#### 1,234"),
-        ("6*7\n#### 42", "6*7\n#### 42"),
-        ("6*7=<<6*7=42>>42\n#### 42", "6*7=42\n#### 42"),
+        (42, "#### 42"), ("42", "#### 42"), ("1,234", "#### 1,234"),
+        ("6*7\n#### 42", "6*7\n#### 42"), ("6*7=<<6*7=42>>42\n#### 42", "6*7=42\n#### 42"),
         (r"so \boxed{42}", r"so \boxed{42}"),
     ],
 )
@@ -38,14 +35,7 @@ def test_runs_before_train_math_on_a_local_model_and_dataset(tmp_path, monkeypat
     rows[::2] = [row | {"answer": row["answer"].split()[-1]} for row in rows[::2]]
     data = ["--dataset", write_jsonl(tmp_path / "q.jsonl", rows), "--device", "cpu"]
     flags = [
-        "--model",
-        "model",
-        "--steps",
-        "30",
-        "--learning_rate",
-        "1e-2",
-        "--output_dir",
-        "out/cold",
+        "--model", "model", "--steps", "30", "--learning_rate", "1e-2", "--output_dir", "out/cold",
     ]
     seen = []
     log_probs = train_math.response_log_probs

@@ -13,9 +13,9 @@ follows the float32 weights, and 0 means that it does not move. Only the weights
 all products are computed in float32.
 
 The responses are six responses that an earlier run of the same model sampled at temperature 1
-(results/qwen/gsm8k/as_downloaded.jsonl). They answer two questions. Of each question, the first correct
-response and the first two wrong ones are used. The gradients are those of GSPO's loss on the
-responses of one of the two questions. The changes are
+(results/qwen/gsm8k/as_downloaded.jsonl). They answer two questions. Of each question, the first
+correct response and the first two wrong ones are used. The gradients are those of GSPO's loss on
+the responses of one of the two questions. The changes are
 
     AdamW, question 1    the first update of AdamW with the gradient of question 1
     AdamW, question 2    the same with question 2
