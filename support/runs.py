@@ -20,7 +20,7 @@ from support.questions import shuffled
 # The questions are compared by their hash. If the held-out questions are cut from the training
 # part, the hash changes with eval_size.
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
-              "rollout_rows", "save_steps", "eval_size"}
+              "rollout_rows", "save_steps", "eval_steps", "eval_size"}
 SHOWN = ("reward", "response_length", "cut", "clip_fraction", "log_ratio_std", "seconds",
          "eval_reward", "eval_last_number")
 
