@@ -33,7 +33,7 @@ SWAPPED = {ast.Mod: ast.Mult, ast.FloorDiv: ast.Div, ast.Pow: ast.Mult}
 for pair in PAIRS.split(", "):
     one, other = (getattr(ast, name) for name in pair.split())
     SWAPPED |= {one: other, other: one}
-IMPORTED_ANEW = ("train_math", "support", "tests.test_", "tests.conftest", "common")
+IMPORTED_ANEW = ("train_math", "support", "tests.test_", "tests.forks", "tests.conftest", "common")
 LIMIT = 900  # seconds for the tests of one mutation
 KINDS = {
     "constant": ast.Constant,
