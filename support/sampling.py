@@ -225,7 +225,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
         else:
             decode()
     ended = torch.isin(tokens, end_ids).long()
-    is_kept = (ended.cumsum(1) - ended == 0) & (columns[:max_length] < t)
+    is_kept = ended.cumsum(1) - ended == 0
     responses = [row[kept].tolist() for row, kept in zip(tokens.cpu(), is_kept.cpu())]
     return responses, log_probs.masked_fill(~is_kept, 0)
 

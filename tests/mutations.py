@@ -48,6 +48,9 @@ EXPLAINED = {  # the changed line of a survivor, and why the tests cannot notice
     "if done != 1 and mask.is_cuda:": GPU,
     "uniform = 1 - torch.rand(len(probs), 1)": GPU,
     "n = max(len(updates), 1)": "max has no order",
+    "path.write_text(''.join(lines))": "on Linux, UTF-8 is the default",
+    "return tokenizer.apply_chat_template(chats, add_generation_prompt=True, "
+    "enable_thinking=False).input_ids": "in transformers 5, a dict is the default",
     "optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, "
     "fused=False)": "fused is only faster, and rounds differently",
     "chunk_size = max(2 ** 22 // len(head.weight), 256)": "max has no order",
