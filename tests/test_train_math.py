@@ -812,6 +812,20 @@ class TestResuming:
 
 class TestCommandLine:
     @pytest.mark.parametrize(
+        "changes, is_noted",
+        [
+            ({"eps_low": 0.1, "eps_high": 0.2}, True),
+            ({"eps_low": 0.09}, False),
+            ({"eps_low": 1.0, "eps_high": 1e9}, False),  # how "no clip" is written
+            ({"algorithm": "grpo"}, False),
+        ],
+    )
+    def test_notes_a_wide_range_of_gspo(self, fresh, changes, is_noted):
+        cfg = settings(max_steps=1, **changes)
+        rows = train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
+        assert ("notes" in rows[0]) == is_noted
+
+    @pytest.mark.parametrize(
         "flags, word",
         [
             ("--group_size 1", "--group_size 1"), ("--group_sizes 4", "--group_sizes"),
@@ -830,20 +844,6 @@ class TestCommandLine:
             ("--max_completion_length 0", "--max_completion_length"),
         ],
     )
-    @pytest.mark.parametrize(
-        "changes, is_noted",
-        [
-            ({"eps_low": 0.1, "eps_high": 0.2}, True),
-            ({"eps_low": 0.09}, False),
-            ({"eps_low": 1.0, "eps_high": 1e9}, False),  # how "no clip" is written
-            ({"algorithm": "grpo"}, False),
-        ],
-    )
-    def test_notes_a_wide_range_of_gspo(self, fresh, changes, is_noted):
-        cfg = settings(max_steps=1, **changes)
-        rows = train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
-        assert ("notes" in rows[0]) == is_noted
-
     def test_refuses_what_is_wrong_in_one_line(self, flags, word):
         line = one_line(train_math.main, *flags.split())
         assert line.startswith("train_math.py: settings: ") and word in line
