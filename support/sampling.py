@@ -50,13 +50,14 @@ def rollout(model, prompts, group_size, max_length, temperature, end_ids):
 
 # ---- the precision of the sampler ----------------------------------------------------------------
 
-# Responses to train on are sampled with a float16 copy of the weights, which takes less than half
-# of the time. The ratios stay exact, because the old log-probs come from the forward pass of the
-# update. But the responses come from a slightly different policy, as with any inference engine, and
-# the metric sampler_gap measures how different. A bf16 copy is worse: near 0.02, bf16 numbers are
-# 1.2e-4 apart, and a step at a learning rate of 1e-6 changes a weight by 2e-6. Most weights of the
-# copy then stay the same, and it samples from an older policy (experiments/rounding.md). float16
-# has eight times as many numbers there, but it ends at 65,504, so that large activations overflow.
+# Responses to train on are sampled with a 16-bit copy of the weights, which takes less than half of
+# the time (measured in bf16). The ratios stay exact, because the old log-probs come from the
+# forward pass of the update. But the responses come from a slightly different policy, as with any
+# inference engine, and the metric sampler_gap measures how different.
+# In bf16, numbers near 0.02 are 1.2e-4 apart, and a step at a learning rate of 1e-6 changes a
+# weight by 2e-6. Most weights of such a copy stay the same, so that it samples from an older policy
+# (experiments/rounding.md). float16 has eight times as many numbers there, but it ends at 65,504,
+# so that large activations overflow.
 PRECISIONS = torch.float16, torch.bfloat16, torch.float32  # in the order in which they are tried
 
 

@@ -49,6 +49,7 @@ EXPLAINED = {  # the changed line of a survivor, and why the tests cannot notice
     "uniform = 1 - torch.rand(len(probs), 1)": GPU,
     "n = max(len(updates), 1)": "max has no order",
     "path.write_text(''.join(lines))": "on Linux, UTF-8 is the default",
+    "logits = each(input_ids=ids, use_cache=False).logits": "only needs more memory",
     "return tokenizer.apply_chat_template(chats, add_generation_prompt=True, "
     "enable_thinking=False).input_ids": "in transformers 5, a dict is the default",
     "optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, "

@@ -112,6 +112,7 @@ class TestAnswers:
 
     def test_are_rewarded_with_trls_signature(self):
         chat = [
+            {"role": "assistant", "content": "#### 40"},
             {"role": "assistant", "content": "#### 41"},
             {"role": "assistant", "content": "So #### 42"},
         ]

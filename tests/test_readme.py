@@ -48,8 +48,8 @@ class TestReadme:
         """Each block runs beside gspo.py, unless it needs an engine that is not installed. A block
         that calls train_math.main gets flags, here those of one step of the tiny model. The page
         that is left out is that of tests/test_contributing.py."""
-        flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
-        for code, output in blocks_of(page):
+        for i, (code, output) in enumerate(blocks_of(page)):
+            flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / f"run{i}")]
             if any(is_missing(module, code) for module in OPTIONAL):
                 continue
             flags_of = flags if "train_math.main(" in code else []

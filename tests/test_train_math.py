@@ -875,7 +875,10 @@ class TestCommandLine:
 
     def test_has_these_defaults(self):
         """A changed default is a change for everybody who repeats a run without flags."""
-        numbers = {k: v for k, v in vars(train_math.Settings()).items() if not isinstance(v, str)}
+        settings = vars(train_math.Settings())
+        assert settings["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
+        assert settings["dataset"] == "openai/gsm8k"
+        numbers = {k: v for k, v in settings.items() if not isinstance(v, str)}
         assert numbers == {
             "seed": 0,
             "system": None,
