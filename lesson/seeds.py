@@ -9,7 +9,7 @@ trains on fresh pairs, which were used to evaluate these settings. lesson/result
 settings, the criterion and the pairs, and was committed before the fresh runs. A run whose log
 exists in lesson/results/ is not repeated. If a command is interrupted, run it again to continue.
 `--worlds 13 14` restricts a process to these worlds, so that two processes can divide the work.
-`table` trains nothing, and only rewrites lesson/results/table.md and seeds.png.
+`table` trains nothing, and only rewrites lesson/results/table.md, seeds.png and front.png.
 """
 import argparse
 import json
@@ -220,18 +220,42 @@ def draw(runs, path):
         axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 100)
     axes[1].set_yscale("log")
-    last = {name: [rows[-1]["eval_reward"] for rows in by_pair.values()]
-            for name, by_pair in runs.items()}
-    collapsed = sum(x < COLLAPSED for x in last["no clip"])
-    good = sum(x >= SUCCESS for x in last["GSPO"])
-    number = len(last["GSPO"])
-    figure.suptitle(f"Without a clip, {collapsed} of {number} runs end below {COLLAPSED:.0%}. With "
-                    f"GSPO, {good} of {number} reach {SUCCESS:.0%}. (Held-out questions, greedy "
-                    "decoding)")
+    number = len(runs["GSPO"])
+    figure.suptitle("Without a clip, the sampled accuracy falls, and the policy moves furthest. "
+                    "GSPO clips the most tokens")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
                   title=f"bold with markers: mean of {number} runs; thin: one run; "
                         "one update: one optimizer step per rollout", handlelength=4)
     figure.savefig(path, dpi=150)
+    plt.close(figure)
+    plot.shrink(path)
+
+
+def draw_front(runs, path):
+    """The picture of the front page: greedy accuracy on held-out questions every four rollouts."""
+    figure, axis = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
+    labels = {"GSPO": "GSPO (a clip range of 0.01)", "no clip": "the same without a clip"}
+    for name, label in labels.items():
+        color, line, marker = STYLES[name]
+        curves = []
+        for rows in runs[name].values():
+            known = [row for row in rows if "eval_reward" in row]
+            curves.append([100 * row["eval_reward"] for row in known])
+            steps = [row["step"] for row in known]
+        for values in curves:
+            axis.plot(steps, values, line, color=color, alpha=0.3, linewidth=1)
+        means = [statistics.fmean(values) for values in zip(*curves)]
+        axis.plot(steps, means, line, marker=marker, color=color, linewidth=2.5, label=label)
+    axis.axhline(100 * COLLAPSED, color="grey", linewidth=0.8)
+    axis.text(steps[-2], 100 * COLLAPSED - 6, f"{COLLAPSED:.0%}", color="grey")
+    number = len(runs["no clip"])
+    collapsed = sum(rows[-1]["eval_reward"] < COLLAPSED for rows in runs["no clip"].values())
+    axis.set(xlabel="rollout", ylabel="accuracy on held-out questions (%)", ylim=(0, 102))
+    axis.set_xticks(steps)
+    axis.set_title(f"Without a clip, {collapsed} of {number} runs end below {COLLAPSED:.0%}")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="center right", title=f"thin: one run; bold: mean of {number}", handlelength=4)
+    figure.savefig(path, dpi=130)
     plt.close(figure)
     plot.shrink(path)
 
@@ -252,6 +276,7 @@ def tabulate():
         text += ("\nThe plan's criterion: at least 11 of the 12 runs without a clip collapse, and "
                  "at least 11 of the 12 runs with GSPO reach 90%.\n")
         draw(runs, RESULTS / "seeds.png")
+        draw_front(runs, RESULTS / "front.png")
     return text
 
 
