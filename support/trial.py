@@ -23,7 +23,7 @@ def try_parts(model, tokenizer, questions, cfg, parts, algorithm, micro_batch):
     part cannot be used. RewardError: as in score. The error has a note that says what was tried."""
     model.eval()
     parts = parts.completed(algorithm)
-    short = replace(cfg, max_completion_length=8, prompts_per_step=1, group_size=2, minibatches=1)
+    short = replace(cfg, max_completion_length=8, group_size=2, minibatches=1)
     with tried("encode_prompts"):
         check_weights_can_be_trained(model)
         prompts = parts.encode_prompts(tokenizer, questions, cfg)
