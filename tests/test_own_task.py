@@ -331,7 +331,7 @@ class TestTrain:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames the method
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
     """Gradient checkpointing keeps less for the backward pass, and changes no number."""
-    page = Path(__file__).parents[1] / "experiments" / "own_task.md"
+    page = Path(__file__).parents[1] / "guides" / "own_task.md"
     code = re.search(r"def checkpointed_log_probs.*?\n\n", page.read_text("utf-8"), re.DOTALL)
     names = {"train_math": train_math}
     exec(code[0], names)

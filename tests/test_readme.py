@@ -12,11 +12,12 @@ import torch
 from gspo import group_advantages, gspo_loss
 
 TOP = Path(__file__).resolve().parents[1]
-FOUND = [*TOP.glob("*.md"), *TOP.glob("lesson/*.md"), *TOP.glob("experiments/*.md")]
+FOLDERS = "guides", "lesson", "experiments"  # and the top folder
+FOUND = [*TOP.glob("*.md"), *(page for folder in FOLDERS for page in TOP.glob(f"{folder}/*.md"))]
 PAGES = sorted(str(page.relative_to(TOP)) for page in FOUND)
 LINKING = sorted(str(page.relative_to(TOP)) for kind in ("*.md", "*.ipynb")
-                 for page in (*TOP.glob(kind), *TOP.glob(f"lesson/**/{kind}"),
-                              *TOP.glob(f"experiments/**/{kind}")))
+                 for page in (*TOP.glob(kind), *(page for folder in FOLDERS
+                                                 for page in TOP.glob(f"{folder}/**/{kind}"))))
 OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard")  # a block that needs one may be skipped
 
 
