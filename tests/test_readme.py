@@ -18,7 +18,7 @@ PAGES = sorted(str(page.relative_to(TOP)) for page in FOUND)
 LINKING = sorted(str(page.relative_to(TOP)) for kind in ("*.md", "*.ipynb")
                  for page in (*TOP.glob(kind), *(page for folder in FOLDERS
                                                  for page in TOP.glob(f"{folder}/**/{kind}"))))
-OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard")  # a block that needs one may be skipped
+OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard", "math_verify")  # a block that needs one may be skipped
 
 
 def text_of(page):
@@ -51,20 +51,33 @@ class TestReadme:
         assert blocks_of("README.md")
 
     @pytest.mark.parametrize("page", PAGES)
-    def test_blocks_print_what_they_say(self, page, command, tmp_path):
-        """Each block runs beside gspo.py, unless it needs an engine that is not installed. A block
-        that calls train_math.main gets flags, here those of one step of the tiny model."""
-        flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
-        for code, output in blocks_of(page):
+    def test_blocks_print_what_they_say(self, page, command, whole, tmp_path):
+        """Each block runs beside gspo.py, unless it needs a package that is not installed. A block
+        that calls train_math.main gets flags, here those of one step of the tiny model, and of the
+        algorithm that it adds. A block that reads the run runs/math reads one of the tiny model."""
+        for i, (code, output) in enumerate(blocks_of(page)):
             if any(is_missing(module, code) for module in OPTIONAL):
                 continue
-            flags_of = flags if "train_math.main(" in code else []
+            flags = []
+            if "train_math.main(" in code:
+                flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / str(i))]
+                for algorithm in re.findall(r'ALGORITHMS\["(\w+)"\] =', code):
+                    flags += ["--algorithm", algorithm]
+            is_printing_numbers = flags or "runs/math/" in code
+            code = code.replace("runs/math/", f"{whole.as_posix()}/")
             done = subprocess.run(
-                [sys.executable, "-c", code, *flags_of], cwd=TOP, capture_output=True, text=True
+                [sys.executable, "-c", code, *flags], cwd=TOP, capture_output=True, text=True
             )
             assert done.returncode == 0, f"{code}\n{done.stderr}"
-            if not flags_of or output:
+            if output or not is_printing_numbers:
                 assert done.stdout.strip() == output.strip(), code
+
+    def test_all_pages_with_python_are_tested(self):
+        """A page that is moved to another folder must not lose its test."""
+        pages = {str(page.relative_to(TOP)) for page in TOP.rglob("*.md")
+                 if not page.relative_to(TOP).parts[0].startswith((".", "runs"))}
+        assert {page for page in pages if blocks_of(page)} <= set(PAGES)
+        assert sum(len(blocks_of(page)) for page in PAGES if page.startswith("guides")) >= 8
 
     def test_six_lines_are_gspo_loss(self):
         """The function on the front page equals gspo_loss on a batch without NaN and without empty
