@@ -328,7 +328,6 @@ class TestTrain:
             train_math.train(settings(), *fresh, sums(8), rewards=parity_reward)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames the method
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
     """Gradient checkpointing keeps less for the backward pass, and changes no number."""
     page = Path(__file__).parents[1] / "guides" / "own_task.md"
@@ -339,7 +338,9 @@ def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
     kept = []
     for parts in {}, {"response_log_probs": names["checkpointed_log_probs"]}:
         model = copy.deepcopy(fresh[0])
-        if parts:
+        if parts and hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable()
+        elif parts:  # transformers 5.17
             model.gradient_checkpointing_enable()
         numbers = 0
 

@@ -18,7 +18,8 @@ PAGES = sorted(str(page.relative_to(TOP)) for page in FOUND)
 LINKING = sorted(str(page.relative_to(TOP)) for kind in ("*.md", "*.ipynb")
                  for page in (*TOP.glob(kind), *(page for folder in FOLDERS
                                                  for page in TOP.glob(f"{folder}/**/{kind}"))))
-OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard", "math_verify")  # a block that needs one may be skipped
+# A block that needs one of these packages may be skipped.
+OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard", "math_verify")
 
 
 def text_of(page):
