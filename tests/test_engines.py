@@ -117,8 +117,8 @@ def test_two_processes_give_the_gradient_of_one(folder, kind, rule, rank):
 
 
 def readme_block(containing):
-    """A ```python or ```py block of a page in experiments/, or of the front page."""
-    pages = [ROOT / "README.md", *(ROOT / "experiments").glob("*.md")]
+    """A ```python or ```py block of a page in guides/ or experiments/, or of the front page."""
+    pages = [ROOT / "README.md", *ROOT.glob("guides/*.md"), *ROOT.glob("experiments/*.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     blocks = re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL)
     (block,) = [block for block in blocks if containing in block]

@@ -77,6 +77,15 @@ def test_a_filter_leaves_only_groups_with_different_rewards(fresh):
     assert all(row["log_ratio_first_max"] == 0 for row in filtered[1:])
 
 
+def test_the_filter_finds_equal_rewards_whose_standard_deviation_is_rounded(fresh):
+    """The standard deviation of eight rewards of 0.1 is 8e-9 in float32."""
+    spare = [{"question": "spare?", "answer": "1"}]
+    sample = dynamic_filtering.filtering(
+        spare, lambda completions, completion_ids, **columns: [0.1] * len(completions))
+    rollout = sample(*fresh, sums(2), 8, 1.0, settings())
+    assert rollout.questions == spare * 2
+
+
 def test_rewards_belong_to_the_questions_that_a_sample_of_the_user_has_chosen(fresh):
     asked = []
 

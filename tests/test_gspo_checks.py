@@ -71,7 +71,7 @@ def test_the_file_tells_its_version():
 def test_the_loop_on_the_page_makes_the_updates_of_gspo():
     """With one minibatch, all ratios are 1: the gradient is that of the mean over the responses of
     the advantage times the mean log-prob. With several, later minibatches can be clipped."""
-    page = (Path(__file__).parents[1] / "experiments" / "PASTE.md").read_text("utf-8")
+    page = (Path(__file__).parents[1] / "guides" / "paste.md").read_text("utf-8")
     block = r"```python\n(import torch\nfrom gspo import group_advantages.*?)```"
     code = re.search(block, page, re.DOTALL)
     names = {}

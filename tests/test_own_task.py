@@ -298,9 +298,10 @@ class TestTrain:
         assert "in the part" in line and "--model" in line
 
 
+
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
     """Gradient checkpointing keeps less for the backward pass, and changes no number."""
-    page = Path(__file__).parents[1] / "experiments" / "own_task.md"
+    page = Path(__file__).parents[1] / "guides" / "own_task.md"
     code = re.search(r"def checkpointed_log_probs.*?\n\n", page.read_text("utf-8"), re.DOTALL)
     names = {"train_math": train_math}
     exec(code[0], names)
@@ -308,8 +309,10 @@ def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
     kept = []
     for parts in {}, {"response_log_probs": names["checkpointed_log_probs"]}:
         model = copy.deepcopy(fresh[0])
-        if parts:
+        if parts and hasattr(model, "activation_checkpointing_enable"):
             model.activation_checkpointing_enable()
+        elif parts:  # transformers 5.17
+            model.gradient_checkpointing_enable()
         numbers = 0
 
         def count(x):
@@ -373,18 +376,3 @@ class TestWhatAReviewFound:
         train_math.train(cfg, *fresh, sums(4), stopped=stopped, on_step=on_step,
                          reward=parity_reward)
         assert len(torch.load(tmp_path / "state.pt")["rows"]) == 2
-
-
-def test_the_recipe_for_an_evaluation_alone_uses_the_settings_of_the_run(whole):
-    page = Path(__file__).parents[1] / "experiments" / "own_task.md"
-    code = re.search(r"```python\n(import dataclasses.*?)```", page.read_text("utf-8"), re.DOTALL)
-    names = {}
-    exec(code[1], names)
-    cfg = names["settings_of"](whole)
-    first = read(whole / "metrics.jsonl")[0]["settings"]
-    assert {name: first[name] for name in vars(cfg)} == vars(cfg)
-    mean, results = names["accuracy"](whole, parity_reward)
-    last = read(whole / "metrics.jsonl")[-1]
-    assert mean == last["eval_reward"]
-    assert [row["response"] for row in results] == [
-        row["response"] for row in read(whole / "eval_6.jsonl")]

@@ -9,12 +9,14 @@ import torch
 from gspo import group_advantages, gspo_loss
 from tests.conftest import TOP, run_code
 
-FOUND = [*TOP.glob("*.md"), *TOP.glob("lesson/*.md"), *TOP.glob("experiments/*.md")]
+FOLDERS = "guides", "lesson", "experiments"  # and the top folder
+FOUND = [*TOP.glob("*.md"), *(page for folder in FOLDERS for page in TOP.glob(f"{folder}/*.md"))]
 PAGES = sorted({str(page.relative_to(TOP)) for page in FOUND} - {"CONTRIBUTING.md"})
 LINKING = sorted(str(page.relative_to(TOP)) for kind in ("*.md", "*.ipynb")
-                 for page in (*TOP.glob(kind), *TOP.glob(f"lesson/**/{kind}"),
-                              *TOP.glob(f"experiments/**/{kind}")))
-OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard")  # a block that needs one may be skipped
+                 for page in (*TOP.glob(kind), *(page for folder in FOLDERS
+                                                 for page in TOP.glob(f"{folder}/**/{kind}"))))
+# A block that needs one of these packages may be skipped.
+OPTIONAL = ("trl", "verl", "peft", "wandb", "tensorboard", "math_verify")
 
 
 def text_of(page):
@@ -44,19 +46,32 @@ def test_links_lead_to_files(page):
 
 class TestReadme:
     @pytest.mark.parametrize("page", PAGES)
-    def test_blocks_print_what_they_say(self, page, command, tmp_path):
-        """Each block runs beside gspo.py, unless it needs an engine that is not installed. A block
-        that calls train_math.main gets flags, here those of one step of the tiny model. The page
-        that is left out is that of tests/test_contributing.py."""
+    def test_blocks_print_what_they_say(self, page, command, whole, tmp_path):
+        """Each block runs beside gspo.py, unless it needs a package that is not installed. A block
+        that calls train_math.main gets flags, here those of one step of the tiny model, and of the
+        algorithm that it adds. A block that reads the run runs/math reads one of the tiny model.
+        The page that is left out is that of tests/test_contributing.py."""
         for i, (code, output) in enumerate(blocks_of(page)):
-            flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / f"run{i}")]
             if any(is_missing(module, code) for module in OPTIONAL):
                 continue
-            flags_of = flags if "train_math.main(" in code else []
-            status, printed, errors = run_code(code, *flags_of)
+            flags = []
+            if "train_math.main(" in code:
+                flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / str(i))]
+                for algorithm in re.findall(r'ALGORITHMS\["(\w+)"\] =', code):
+                    flags += ["--algorithm", algorithm]
+            is_printing_numbers = flags or "runs/math/" in code
+            code = code.replace("runs/math/", f"{whole.as_posix()}/")
+            status, printed, errors = run_code(code, *flags)
             assert status == 0, f"{code}\n{errors}"
-            if not flags_of or output:
+            if output or not is_printing_numbers:
                 assert printed.strip() == output.strip(), code
+
+    def test_all_pages_with_python_are_tested(self):
+        """A page that is moved to another folder must not lose its test."""
+        pages = {str(page.relative_to(TOP)) for page in TOP.rglob("*.md")
+                 if not page.relative_to(TOP).parts[0].startswith((".", "runs"))}
+        assert {page for page in pages if blocks_of(page)} <= {*PAGES, "CONTRIBUTING.md"}
+        assert sum(len(blocks_of(page)) for page in PAGES if page.startswith("guides")) >= 8
 
     def test_six_lines_are_gspo_loss(self):
         """The function on the front page equals gspo_loss on a batch without NaN and without empty

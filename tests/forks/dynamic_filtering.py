@@ -16,8 +16,9 @@ def filtering(spare, reward, attempts=4):
             return draw(questions)
         rollout = draw(questions)._replace(questions=list(questions))
         for _ in range(attempts):
-            rewards = train_math.score(reward, rollout.questions, rollout.texts)
-            equal = rewards.view(-1, group_size).std(dim=1) == 0
+            rewards, _ = train_math.score_rollout(reward, rollout.questions, rollout, cfg)
+            groups = rewards.view(-1, group_size)
+            equal = groups.amax(dim=1) == groups.amin(dim=1)  # std() of equal numbers may be 1e-8
             for i in equal.nonzero().flatten().tolist():
                 other = [spare[torch.randint(len(spare), ())]]
                 new = draw(other)
