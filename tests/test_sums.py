@@ -8,7 +8,7 @@ import pytest
 from common import logs as jsonl
 from common.intervals import accuracy_text, gain_text
 from common.logs import read, write
-from experiments.qwen import sums, sums_given, sums_range
+from experiments.qwen import sums, sums_range
 from tests.conftest import one_line
 
 RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "qwen" / "sums"
@@ -206,23 +206,6 @@ class TestFolder:
     def test_is_not_made_for_bad_flags(self, tmp_path, flags, wrong):
         one_line(sums.main, *flags, "--output_dir", tmp_path / "run", *wrong)
         assert not list(tmp_path.iterdir())
-
-
-def test_the_trained_model_gets_the_same_beginnings(tmp_path, logged, monkeypatch):
-    run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
-    (run / "training" / "model").mkdir()
-    asked = []
-
-    def ask(path, model, questions, temperatures, cfg, **replaced):
-        asked.append((path.name, model, temperatures, replaced))
-        write(run / "after_given.jsonl", read(run / "before.jsonl"))
-
-    monkeypatch.setattr(sums.evaluate, "ask", ask)
-    monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "M"])
-    sums_given.main()
-    how = {"reward": sums.last_number_reward, "encode_prompts": sums_given.begun_prompts}
-    assert asked == [("before_given.jsonl", "M", [0.0], how),
-                     ("after_given.jsonl", run / "training" / "model", [0.0], how)]
 
 
 def test_grpo_keeps_its_own_range(tmp_path, monkeypatch, flags):
