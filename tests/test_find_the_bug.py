@@ -12,16 +12,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ALL = "abcdefgh"
 
 
-@pytest.fixture
-def logs():
-    """{bug: rollouts of its published log}, without the second correct run."""
-    found = {}
-    for letter, name in find_the_bug.answers().items():
-        if letter != "h":
-            found[name] = read(find_the_bug.FOLDER / f"{letter}.jsonl")[1:]
-    return found
-
-
 def signatures(rows):
     """The bugs whose signature all these rollouts have. A bug is named by its first words."""
     shown = {
@@ -34,15 +24,18 @@ def signatures(rows):
     return [start for start, is_shown in shown.items() if all(map(is_shown, rows))]
 
 
-class TestPublished:
-    def test_has_eight_logs_of_eight_rollouts(self, logs):
-        kept = {path.name for path in find_the_bug.FOLDER.iterdir()}
-        assert kept == {"bugs.png", *(f"{letter}.jsonl" for letter in ALL)}
-        assert list(find_the_bug.answers()) == list(ALL)
-        assert set(logs) == set(list(find_the_bug.BUGS)[:7])
-        for rows in logs.values():
-            assert [row["step"] for row in rows] == list(range(1, 9))
+def check_signatures(folder, answers):
+    """Each log has the signature of its bug, and of no other. answers: {letter: bug}."""
+    assert list(answers) == list(ALL)
+    for letter, name in answers.items():
+        rows = read(folder / f"{letter}.jsonl")[1:]
+        assert [row["step"] for row in rows] == list(range(1, 9))
+        found = signatures(rows)
+        assert len(found) == (name != "nothing"), name
+        assert name.startswith("".join(found)), name
 
+
+class TestPublished:
     def test_gives_nothing_away_in_the_settings(self):
         """The first rows are the same: settings, and the accuracy before training."""
         firsts = set()
@@ -52,21 +45,8 @@ class TestPublished:
         assert len(firsts) == 1
         assert not re.search("eps_|/|temperature|seed", line)
 
-    def test_shows_each_bug_where_the_answers_say(self, logs):
-        for name, rows in logs.items():
-            found = signatures(rows)
-            assert len(found) == (name != "nothing"), name
-            assert name.startswith("".join(found)), name
-
-    def test_has_a_second_correct_run_that_is_not_the_first(self, logs):
-        assert find_the_bug.answers()["h"] == "nothing"
-        second = read(find_the_bug.FOLDER / "h.jsonl")[1:]
-        assert [row["step"] for row in second] == list(range(1, 9))
-        assert signatures(second) == []
-        assert second[0]["response_length"] != logs["nothing"][0]["response_length"]
-        for row in second:
-            assert row["grad_norm"] < 1
-            assert abs(row["loss"]) > 1e-7
+    def test_shows_each_bug_where_the_answers_say(self):
+        check_signatures(find_the_bug.FOLDER, find_the_bug.answers())
 
     def test_has_its_answers_in_the_page(self):
         page = (ROOT / "lesson" / "find_the_bug.md").read_text(encoding="utf-8")
@@ -76,11 +56,6 @@ class TestPublished:
             assert f"| {letter} | {name} |" in answers
         explained = re.findall(r"^- \*\*(.)\*\*", answers, re.MULTILINE)
         assert explained[:6] == list("acdefg")  # b is right
-
-    def test_has_all_bugs_in_the_table(self):
-        table = find_the_bug.TABLE.read_text(encoding="utf-8")
-        names = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
-        assert names == ["wrong", *find_the_bug.BUGS]
 
 
 def key_of(path):
@@ -107,29 +82,18 @@ class TestHandOut:
             assert names == {"exercise.md", "logs.png"} | logs
             key = key_of(tmp_path / f"class{shuffle}-key.md")
             keys.append(key)
-            assert list(key) == list(ALL)
             assert list(key.values()).count("nothing") == 2
-            assert len(set(key.values())) == 7
-            for letter, name in key.items():
-                rows = read(folder / f"{letter}.jsonl")[1:]
-                found = signatures(rows)
-                assert len(found) == (name != "nothing")
-                assert name.startswith("".join(found))
+            check_signatures(folder, key)
         assert keys[0] != keys[1]
 
-    def test_asks_for_letters_and_reasons_and_gives_no_answer(self, tmp_path):
+    def test_gives_no_answer(self, tmp_path):
         folder = tmp_path / "class"
         find_the_bug.hand_out(folder, 3)
         text = (folder / "exercise.md").read_text()
         for name in find_the_bug.answers().values():
             assert f"| {name} | | |" in text
-        assert len(re.findall(r"\| \| \|$", text, re.MULTILINE)) == 8
-        for metric in find_the_bug.METRICS:
-            assert f"`{metric}`" in text
         for metric, why in find_the_bug.REASONS.values():
             assert why not in text and f"| {metric} |" not in text
-        key = (tmp_path / "class-key.md").read_text()
-        assert all(why in key for _, why in find_the_bug.REASONS.values())
 
     def test_overwrites_nothing(self, tmp_path, capsys):
         flags = ["--handout", str(tmp_path / "class"), "--shuffle", "1"]
@@ -160,10 +124,3 @@ class TestHandOut:
             first = json.dumps(rows[0])
             assert "seed" not in first
             assert "eps_" not in first
-
-    def test_needs_the_order_of_the_letters(self, tmp_path, capsys):
-        handout = ["--handout", str(tmp_path / "x")]
-        for flags in handout, ["--shuffle", "1"], ["--seed", "1"]:
-            with pytest.raises(SystemExit):
-                find_the_bug.main(flags)
-        assert not (tmp_path / "x").exists()

@@ -1,4 +1,4 @@
-"""The hand-out, the grader of a student's file, and the table of a class.
+"""The hand-out, and the grader of a student's file and of a class.
 
     python -m pytest tests/test_grader.py             two minutes on a CPU
 """
@@ -84,21 +84,8 @@ class TestHandOut:
         done = command("-m", "pytest", "-x", "-q", "test_gspo.py", cwd=handed_out,
                        env={**os.environ, "GSPO": "my_gspo.py"})
         assert done.returncode == 1
-        assert "group_advantages (or a helper that it calls) is still to be written" in done.stdout
-        assert "During handling" not in done.stdout
+        assert "is still to be written" in done.stdout
         assert re.search("^total .* grade 0.0%$", done.stdout, re.MULTILINE)
-
-    def test_tests_without_the_grader(self, handed_out, tmp_path):
-        for name in "my_gspo.py", "test_gspo.py":
-            (tmp_path / name).write_bytes((handed_out / name).read_bytes())
-        done = command("-m", "pytest", "-x", "-q", "test_gspo.py", cwd=tmp_path,
-                       env={**os.environ, "GSPO": "my_gspo.py"})
-        assert done.returncode == 1 and "is still to be written" in done.stdout
-
-    def test_says_how_to_start_where_it_cannot_hand_out(self, handed_out):
-        done = command("test_gspo.py", cwd=handed_out)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.count("\n") == 1 and "python -m pytest" in done.stderr
 
     @pytest.mark.parametrize("folder, names, said", [
         ("there", [], "grading.py exists already, so nothing was written"),
@@ -122,21 +109,6 @@ class TestHandOut:
         assert [*stubs] == [*GIVEN]
         blank = [name for name in stubs if ast.unparse(stubs[name]) != ast.unparse(GIVEN[name])]
         assert blank == ["sequence_ratio", "gspo_loss"]
-
-    def test_is_printed_where_no_folder_is_named(self, capsys, monkeypatch):
-        monkeypatch.setattr(sys, "argv", ["test_gspo.py"])
-        teach.main()
-        assert capsys.readouterr().out == teach.assignment([])
-
-    def test_has_no_blank_for_an_own_loss(self, monkeypatch):
-        """A loss that a user adds to gspo.py is not part of the homework, and is not handed out."""
-        own = "def my_loss(ratio):\n    return clipped_objective(ratio)\n\n\n"
-        text = GSPO.replace("def clip_fraction(", own + "def clip_fraction(")
-        monkeypatch.setattr(teach, "gspo_source", lambda: text)
-        assert [*functions_of(teach.assignment([]))] == FUNCTIONS
-        assert set(teach.pieces(text)) == set(FUNCTIONS)
-        assert ast.unparse(functions_of(teach.assignment(["gspo_loss"]))["my_loss"]) in own
-
 
 # ---- a class ------------------------------------------------------------------------------------
 
@@ -389,21 +361,7 @@ class TestPoints:
     def test_lost_to_a_shared_helper_have_a_remark(self, grades):
         row = grades["loss_over_T"]
         assert [*lost(row, "maths")] == ["gspo_token_loss", "grpo_loss"]
-        perhaps = "perhaps this is the same mistake as in gspo_token_loss, because both call _over"
-        assert f"grpo_loss: {perhaps}_T: " in row["remark"]
-
-    def test_do_not_suspect_a_helper_of_a_function_that_passes(self):
-        """sequence_ratio and grpo_loss call _log_ratio, and so does gspo_token_loss."""
-        homework = teach.homework()
-        lost = {"sequence_ratio": "a hint", "grpo_loss": "a hint"}
-        assert class_grades.shared_helpers(homework, GSPO, lost) == {}
-        lost["gspo_token_loss"] = "tested with a correct clipped_objective; a hint"
-        remarks = class_grades.shared_helpers(homework, GSPO, lost)
-        perhaps = "perhaps this is the same mistake as in sequence_ratio, because both call _log_ra"
-        assert set(remarks) == {"grpo_loss", "gspo_token_loss"}
-        assert all(remark.startswith(perhaps) for remark in remarks.values())
-        lost["gspo_token_loss"] = "another hint"
-        assert class_grades.shared_helpers(homework, GSPO, lost) == {}
+        assert "perhaps this is the same mistake as in gspo_token_loss" in row["remark"]
 
     def test_are_not_lost_to_an_own_convention(self, grades):
         """sequence_ratio's shape is wrong, which is a promise; nothing else is."""
@@ -426,8 +384,6 @@ class TestHints:
         (lambda x: x.mean(1), "this is log s: exp is missing"),
         (lambda x: x.sum(1), "divide it by |y|, then take exp"),
         (lambda x: x[:, 1:].mean(1).exp(), "one token does not count"),
-        (lambda x: x[:, :-1].sum(1).div(4).exp(), "one token does not count"),
-        (lambda x: x.mean(1).exp() + 1, "Eq. 7: the geometric mean of the token ratios"),
     ])
     def test_tell_mistakes_in_the_ratio_apart(self, function, hint, monkeypatch):
         functions = {"sequence_ratio": lambda new, old, mask: function(new - old)}
@@ -467,11 +423,6 @@ class TestHints:
         with pytest.raises(pytest.fail.Exception, match="clip the ratio itself, not its log"):
             tests.test_is_the_smaller_of_clipped_and_unclipped(ratio, advantage, value, 0, "")
 
-    def test_name_the_line_that_raised_the_error(self, grades):
-        line = HOSTILE.splitlines().index("    return input()") + 1
-        said = rf"sequence_ratio: OSError: .* \(line {line}\)"
-        assert re.search(said, grades["hostile"]["remark"])
-
     def test_do_not_blame_the_gradient_for_the_value(self, monkeypatch):
         """A loss with a correct value and no gradient fails in the tests of the gradient."""
         def loss(*arguments, **keywords):
@@ -487,19 +438,20 @@ class TestHints:
 
 
 class TestHostileFiles:
-    @pytest.mark.parametrize("said", [
-        "leaves a thread running",
-        "group_advantages: is there an endless loop? The test was ended after 1 seconds of CPU",
-        "token_log_probs: token_log_probs ends the run or its test (SystemExit)",
-        "sequence_ratio: OSError: pytest: reading from stdin",
-        "clipped_objective: clipped_objective ends the run or its test (Skipped)",
-        "gspo_token_loss: gspo_token_loss ends the run or its test (SystemExit)",
-        "grpo_loss: return a tensor, not a float",
-        "clip_fraction: hostile.py has no function clip_fraction"])
-    def test_get_a_row_that_says_what_happened(self, grades, said):
+    def test_have_no_points_and_a_row_that_says_what_happened(self, grades):
         row = grades["hostile"]
         assert row["grade"] == row["total maths"][0] == row["total promises"][0] == 0
-        assert said in row["remark"]
+        for said in (
+            "leaves a thread running",
+            "group_advantages: is there an endless loop?",
+            "token_log_probs: token_log_probs ends the run or its test (SystemExit)",
+            "sequence_ratio: OSError: pytest: reading from stdin",
+            "clipped_objective: clipped_objective ends the run or its test (Skipped)",
+            "gspo_token_loss: gspo_token_loss ends the run or its test (SystemExit)",
+            "grpo_loss: return a tensor, not a float",
+            "clip_fraction: hostile.py has no function clip_fraction",
+        ):
+            assert said in row["remark"]
 
     @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
     def test_get_at_most_4_GB(self, grades):
@@ -522,8 +474,8 @@ class TestHostileFiles:
     def test_do_not_change_torch_for_the_tests(self, grades):
         row = grades["globals"]
         assert row["grade"] == 100
-        assert "changes torch's default dtype, which was set back" in row["remark"]
-        assert "changes torch's gradient mode, which was set back" in row["remark"]
+        assert "changes torch's default dtype" in row["remark"]
+        assert "changes torch's gradient mode" in row["remark"]
 
     def test_end_where_no_signal_is_heard(self, tmp_path):
         """Copies of the tests and the grader have a limit of one second and no signal."""
@@ -536,19 +488,8 @@ class TestHostileFiles:
         done = command("-m", "pytest", "-q", "--tb=no", "test_gspo.py", cwd=tmp_path,
                        env={**os.environ, "GSPO": "hostile.py"})
         assert done.returncode == 2
-        end = "hostile.py has not ended after 1 seconds: is there an endless loop, or does it wait?"
-        assert f"{end} (TestMa" in done.stdout
-        assert re.search("^total +maths +0 of", done.stdout, re.MULTILINE)
-
-    @pytest.mark.parametrize("text, why", [
-        ("def f(:", "SyntaxError: invalid syntax (my_gspo.py, line 1) (in Python 3."),
-        ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
-        ("\ntorch.ones(1)", "line 2: NameError: name 'torch' is not defined")])
-    def test_say_in_one_line_why_they_do_not_load(self, tmp_path, text, why):
-        (tmp_path / "my_gspo.py").write_text(text, encoding="utf-8")
-        with pytest.raises(pytest.exit.Exception) as end:
-            test_gspo.load(tmp_path / "my_gspo.py")
-        assert str(end.value).startswith(f"my_gspo.py does not load: {why}")
+        end = "hostile.py has not ended after 1 seconds: is there an endless loop"
+        assert end in done.stdout
 
     def test_do_not_outlive_the_grader(self, tmp_path):
         """A process that the file has started is killed with it."""
@@ -619,31 +560,12 @@ class TestRemarks:
         monkeypatch.setattr(class_grades, "results_of", lambda *_: (None, "not run", []))
         seen = {}
         texts = {"ann": SIX_LINES, "bob": SIX_LINES.replace("centred", "c"), "cy": GSPO}
-        rows = {name: class_grades.grade(teach.homework(), f"{name}.py", text, seen)
-                for name, text in texts.items()}
-        said = "the same code as in ann.py, except for names and docstrings"
-        assert [said in row["remark"] for row in rows.values()] == [False, True, False]
+        same = []
+        for name, text in texts.items():
+            row = class_grades.grade(teach.homework(), f"{name}.py", text, seen)
+            same.append("the same code as in ann.py" in row["remark"])
+        assert same == [False, True, False]
 
     def test_are_silent_on_an_honest_file(self, grades):
         for name in "right", "six_lines", "no_upcast":
             assert "mentions" not in grades[name]["remark"]
-
-
-class TestTable:
-    @pytest.fixture(autouse=True)
-    def graded(self, grades, monkeypatch):
-        rows = json.loads(json.dumps(grades))
-        rows["gspo"] = rows["right"]
-        monkeypatch.setattr(class_grades, "grade", lambda _, name, *more: rows[Path(name).stem])
-
-    def test_has_a_line_per_file(self, grades, capsys):
-        class_grades.grade_class(
-            teach.homework(), [Path("six_lines.py"), Path("killed.py")], as_json=False)
-        head, six, killed = capsys.readouterr().out.splitlines()
-        full = grades["six_lines"]["total maths"][1]
-        start = "file,grade (%),group_advantages maths (of 5),group_advantages promises (of "
-        assert head.startswith(start)
-        assert f",total maths (of {full}),total promises (of " in head and head.endswith(",remark")
-        assert six.startswith(f"six_lines.py,{grades['six_lines']['grade']},5,")
-        assert f",{full}," in six
-        assert killed.startswith("killed.py,0.0,0,") and ",0,0,ends the process (SIGKILL)" in killed

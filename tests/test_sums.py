@@ -2,14 +2,13 @@
 import functools
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from common import logs as jsonl
 from common.intervals import accuracy_text, gain_text
 from common.logs import read, write
-from experiments.qwen import sums, sums_given, sums_range
+from experiments.qwen import sums, sums_range
 from tests.conftest import one_line
 
 RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "qwen" / "sums"
@@ -31,17 +30,12 @@ class TestQuestions:
             assert int(a) * int(b) == int(row["answer"])
             assert f" {a} boxes of {b} " in row["question"]
 
-    def test_are_the_same_each_time(self):
-        assert sums.make_questions() == sums.make_questions()
-
 
 @pytest.mark.parametrize("text, reward", [
     ("3 * 17 = 51", 1.0),
-    ("51", 1.0),
     ("3 * 17 = 51.0 books.", 1.0),
     ("51 = 3 * 17", 0.0),
     ("3 * 17 = 52", 0.0),
-    ("3 boxes of 17", 0.0),
     ("", 0.0)])
 def test_only_the_last_number_is_rewarded(text, reward):
     assert sums.last_number_reward(None, [text], ["51"], factors=[["3", "17"]]) == [reward]
@@ -54,9 +48,9 @@ def log(folder, **settings):
         {"step": 0, "settings": settings}, {"step": 1, "reward": 0.5, "seconds": 90}])
 
 
-def logs(folder, before, after, algorithm="gspo", seed=0, eps_low=0.03):
+def logs(folder, before, after, seed=0):
     """Writes the logs of a run. before, after: {temperature: accuracy on 4 held-out questions}."""
-    log(folder, algorithm=algorithm, seed=seed, eps_low=eps_low)
+    log(folder, algorithm="gspo", seed=seed, eps_low=0.03)
     for when, shares in (("before", before), ("after", after)):
         rows = []
         for temperature, share in shares.items():
@@ -89,34 +83,22 @@ class TestShow:
         assert "1 rollouts, 2 minutes" in text
         assert (tmp_path / "sums.png").stat().st_size > 5000
 
-    def test_of_several_runs_is_a_line_each_and_the_means_for_each_range(self, tmp_path, capsys):
+    def test_of_several_runs_writes_only_a_picture_beside_them(self, tmp_path, capsys):
         runs = [
             logs(tmp_path / "gspo_0", BEFORE, {0.0: 0.75, 1.0: 0.5}),
-            logs(tmp_path / "grpo_7", BEFORE, {0.0: 1.0, 1.0: 0.75}, "grpo", 7, 0.2),
-            logs(tmp_path / "gspo_1", BEFORE, {0.0: 1.0, 1.0: 0.0}, "gspo", 1),
-            logs(tmp_path / "gspo_2", {0.0: 0.25}, {}, "gspo", 2),
-            logs(tmp_path / "narrow", BEFORE, {0.0: 0.5, 1.0: 0.0}, eps_low=3e-4)]
+            logs(tmp_path / "gspo_1", BEFORE, {0.0: 1.0, 1.0: 0.0}, seed=1),
+            logs(tmp_path / "unfinished", BEFORE, {}, seed=2),
+        ]
         before = contents(tmp_path)
         sums.main(["--show", *map(str, runs)])
         after = contents(tmp_path)
         assert len(after.pop(tmp_path / "compared.png")) > 5000
-        assert after == before, "nothing else is written"
-        _, _, *lines = capsys.readouterr().out.strip().split("\n")
-        interval = accuracy_text([1, 0, 0, 0])
-        assert interval.startswith("25.0% (4.6% to ")
-        assert lines[0].startswith(f"{runs[0]} | gspo 0.03 | 0 | {interval} of 4 | 75.0% (")
-        assert lines[0].count(" of 4 | ") == 3
-        assert lines[0].endswith(" | +50.0% (95%: +1.0% to +99.0%), p = 0.5 | 1 | 2")
-        assert lines[1].startswith(f"{runs[1]} | grpo 0.2 | 7 | 25.0% (")
-        assert lines[3] == f"{runs[3]} | gspo 0.03 | 2 | {interval} of 4 | - | - | - | 1 | 2"
-        assert lines[5:] == [
-            "mean of 2 | gspo 0.03 | - | 25.0% | 87.5% | 25.0% | - | - | -",
-            "mean of 1 | grpo 0.2 | - | 25.0% | 100.0% | 75.0% | - | - | -",
-            "mean of 1 | gspo 0.0003 | - | 25.0% | 50.0% | 0.0% | - | - | -"]
+        assert after == before
+        lines = capsys.readouterr().out.strip().split("\n")
+        assert lines[-1] == "mean of 2 | gspo 0.03 | - | 25.0% | 87.5% | 25.0% | - | - | -"
 
-    @pytest.mark.parametrize("before, after", [({}, {}), (BEFORE, {}), (BEFORE, {0.0: 0.5})])
-    def test_of_an_unfinished_run_is_one_line(self, tmp_path, capsys, before, after):
-        logs(tmp_path, before, after)
+    def test_of_an_unfinished_run_is_one_line(self, tmp_path, capsys):
+        logs(tmp_path, BEFORE, {0.0: 0.5})
         sums.main(["--show", str(tmp_path)])
         line = capsys.readouterr().out.strip().split("\n")[2]
         assert line.startswith(f"{tmp_path} | gspo 0.03 | 0 | ") and " | - | " in line
@@ -204,11 +186,9 @@ class TestFolder:
         assert (run / "table.md").exists()
 
     @pytest.mark.parametrize("name, value", [
-        ("model", None), ("seed", "1"), ("instruction", "In words."), ("algorithm", "grpo"),
-        ("max_completion_length", "3"), ("max_steps", "2"), ("eps_high", "1e-3")])
-    def test_of_a_run_with_another_setting_is_refused(self, run, world, flags, name, value):
+        ("model", "another"), ("seed", "1"), ("algorithm", "grpo"), ("max_steps", "2")])
+    def test_of_a_run_with_another_setting_is_refused(self, run, flags, name, value):
         before = contents(run)
-        value = value or world / "another"
         line = one_line(sums.main, *flags, "--output_dir", run, f"--{name}", value)
         assert f"{run} has another {name}" in line
         assert contents(run) == before
@@ -220,64 +200,12 @@ class TestFolder:
         out = capsys.readouterr().out
         assert "after, temperature 1.0" in out and "before, temperature" not in out
         assert (tmp_path / "before.jsonl").read_bytes() == (run / "before.jsonl").read_bytes()
-        sums.main(["--show", str(run), str(tmp_path)])
-        assert "mean of 2 | gspo 0.03" in capsys.readouterr().out
 
     @pytest.mark.parametrize("wrong", [
         ["--max_step", "2"], ["--minibatches", "5"], ["--model", "no/such/model"]])
     def test_is_not_made_for_bad_flags(self, tmp_path, flags, wrong):
         one_line(sums.main, *flags, "--output_dir", tmp_path / "run", *wrong)
         assert not list(tmp_path.iterdir())
-
-    def test_that_cannot_be_made_is_one_clear_line(self, tmp_path, flags):
-        (tmp_path / "file").write_text("mine")
-        line = one_line(sums.main, *flags, "--output_dir", tmp_path / "file")
-        assert f"--output_dir {tmp_path / 'file'}" in line
-
-
-def test_given_answers_are_complete_or_missing(tmp_path, logged, monkeypatch):
-    run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
-    path = run / "before_given.jsonl"
-    kept = read(path)
-    path.unlink()
-    texts = [row["response"] for row in kept]
-    monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "M"])
-    monkeypatch.setattr(sums.train_math, "load", lambda name, device: (None, None))
-    rollout = sums.train_math.Rollout(None, [[1]] * 256, texts, None)
-    ask = functools.partial(
-        sums.train_math.evaluate, sample=lambda *arguments, **replaced: rollout)
-    monkeypatch.setattr(sums.train_math, "evaluate", ask)
-    with monkeypatch.context() as patch:
-        stopped = mock.Mock(side_effect=["{}"] * 100 + [KeyboardInterrupt])
-        patch.setattr(jsonl.json, "dumps", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            sums_given.main()
-    sums_given.main()
-    found = read(path)
-    assert len(found) == 256
-    for row, expected in zip(found, kept):
-        assert row.items() >= expected.items()
-
-
-def test_the_trained_model_gets_the_same_beginnings(tmp_path, logged, monkeypatch, capsys):
-    run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
-    (run / "training" / "model").mkdir()
-    asked = []
-
-    def ask(path, model, questions, temperatures, cfg, **replaced):
-        asked.append((path.name, model, temperatures, replaced))
-        write(run / "after_given.jsonl", read(run / "before.jsonl"))
-
-    monkeypatch.setattr(sums.evaluate, "ask", ask)
-    monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "M"])
-    sums_given.main()
-    how = {"reward": sums.last_number_reward, "encode_prompts": sums_given.begun_prompts}
-    assert asked == [("before_given.jsonl", "M", [0.0], how),
-                     ("after_given.jsonl", run / "training" / "model", [0.0], how)]
-    said = capsys.readouterr().out
-    assert "after_given: 59.8%" in said
-    assert "after_given minus before_given: -9.8%" in said
-    assert "after_given minus after: -18.4%" in said
 
 
 def test_grpo_keeps_its_own_range(tmp_path, monkeypatch, flags):
@@ -289,54 +217,22 @@ def test_grpo_keeps_its_own_range(tmp_path, monkeypatch, flags):
     assert seen[0].clip_range()[0] == 0.2
 
 
-def test_the_committed_logs_give_the_published_numbers(
-        tmp_path, logged, monkeypatch, capsys):
-    run = shutil.copytree(logged / "gspo_0", tmp_path / "run")
-    sums.main(["--show", str(run)])
-    assert "| 12 |" in PAGE and "after | greedy | 78.1% (72.7% to 82.8%)" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["sums_given.py", str(run), "--model", "not asked again"])
-    sums_given.main()
-    said = capsys.readouterr().out
-    for figure in "69.5% (63.6% to 74.8%)", "+9.8% (95%: +6.1% to", "+8.6% (95%: +3.5% to":
-        assert figure in said
-    for figure in "69.5% (63.6% to 74.8%)", "+9.8 points (+6.1 to", "+8.6 (+3.5 to":
-        assert figure in PAGE
-
-
-@pytest.mark.parametrize("name", [
-    *(f"{algorithm}_{seed}" for algorithm in ("gspo_wide", "grpo", "gspo") for seed in range(3)),
-    "gspo_wide_3", "gspo_wide_4", "gspo_wide_5"])
-def test_the_page_has_a_line_for_each_run(name, logged):
+def test_the_page_has_a_line_for_each_run(logged):
     """The line has the greedy accuracy, its difference from the pre-trained model, without and with
     the calculation given, and the sampled accuracy."""
-    folder = logged / name
-    _, _, answers = sums.load_run(folder)
-    before, after = (answers[when, 0.0] for when in ("before", "after"))
-    given = read(folder / "before_given.jsonl")
-    changes = []
-    for rows in before, given:
-        change, _ = gain_text(sums.correct(rows), sums.correct(after)).split(", p = ")
-        changes.append(change.replace("95%: ", "").replace("%", ""))
-    sampled, *_ = accuracy_text(sums.correct(answers["after", 1.0])).split(" ")
-    found = [line for line in PAGE.splitlines() if f"`{name}` |" in line]
-    for figure in accuracy_text(sums.correct(after)), *changes, f"| {sampled} |":
-        assert figure in found[0]
-
-
-@pytest.mark.parametrize("seed", [3, 4, 5])
-def test_the_page_has_the_calculation_begun_for_both_models(seed, logged):
-    folder = logged / f"gspo_wide_{seed}"
-    before, after, plain = (
-        sums.correct(sorted(rows, key=lambda row: row["question"])) for rows in (
-            read(folder / "before_given.jsonl"), read(folder / "after_given.jsonl"),
-            sums.load_run(folder)[2]["after", 0.0]))
-    (line,) = [line for line in PAGE.splitlines()
-               if line.startswith(f"| `gspo_wide_{seed}` |") and "| 69.5% |" in line]
-    change, _ = gain_text(before, after).split(", p = ")
-    assert change.replace("95%: ", "").replace("%", "") in line
-    assert f"| {accuracy_text(after).split(' ')[0]} |" in line
-    added = 100 * (sum(after) - sum(plain)) / 256
-    assert (f"{added:+.1f} (" if added else "| 0.0 |") in line
+    names = [f"gspo_wide_{seed}" for seed in range(6)]
+    names += [f"{algorithm}_{seed}" for algorithm in ("grpo", "gspo") for seed in range(3)]
+    for name in names:
+        _, _, answers = sums.load_run(logged / name)
+        after = sums.correct(answers["after", 0.0])
+        sampled, *_ = accuracy_text(sums.correct(answers["after", 1.0])).split(" ")
+        figures = [accuracy_text(after), f"| {sampled} |"]
+        for before in answers["before", 0.0], read(logged / name / "before_given.jsonl"):
+            change, _ = gain_text(sums.correct(before), after).split(", p = ")
+            figures.append(change.replace("95%: ", "").replace("%", ""))
+        found = [line for line in PAGE.splitlines() if f"`{name}` |" in line]
+        for figure in figures:
+            assert figure in found[0]
 
 
 class TestRange:
@@ -347,11 +243,9 @@ class TestRange:
 
         def train(cfg, model, tokenizer, questions, held_out, reward):
             calls.append((cfg, questions, held_out, reward))
+            start = {"settings": vars(cfg), "eval_reward": 0.25, "eval_reward_interval": (0.2, 0.3)}
             step = {"reward": 0.5, "log_ratio_std": 0.1, "clip_fraction": 0.2, "seconds": 60}
-            start = {"settings": vars(cfg), "eval_reward": 0.25,
-                     "eval_reward_interval": (0.2, 0.3)}
-            end = step | {"eval_reward": 0.75, "eval_reward_interval": (0.7, 0.8)}
-            return [start, *[step] * 8, step | {"reward": 1.0, "clip_fraction": 0.9}, end]
+            return [start, step, start | step]
 
         monkeypatch.setattr(sums.train_math, "load", lambda name, device: (name, None))
         monkeypatch.setattr(sums.train_math, "train", train)
@@ -372,7 +266,7 @@ class TestRange:
         assert len(held_out) == cfg.eval_size == 256
         assert sum(map(len, factors)) == len(set.union(*factors)), "no question is in two sets"
 
-    def test_a_variant_is_run_once(self, trained, tmp_path, monkeypatch, capsys):
+    def test_a_variant_is_run_once(self, trained, tmp_path, monkeypatch):
         self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
         arms = [(cfg.algorithm, cfg.eps_low, cfg.eps_high, cfg.learning_rate)
                 for cfg, *_ in trained]
@@ -381,18 +275,6 @@ class TestRange:
         self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
         assert len(trained) == len(arms) + 1
         assert trained[-1][0].algorithm == "grpo"
-        capsys.readouterr()
-        self.call(monkeypatch, "--show", tmp_path)
-        out = capsys.readouterr().out
-        assert out.count("untrained | 25.0% (20.0% to 30.0%)") == 1
-        assert "grpo_0.2 | 75.0% (70.0% to 80.0%) | 60.0% | 0.10 | 20% | 28% | 10 |\n" in out
-
-    def test_has_the_settings_of_the_published_runs(self, logged):
-        told = {"gspo_3e-2": "gspo_wide_0", "gspo_3e-3": "gspo_0", "grpo_0.2": "grpo_0"}
-        for arm, run in told.items():
-            settings = read(logged / run / "training" / "metrics.jsonl")[0]["settings"]
-            names = "algorithm", "eps_low", "eps_high", "learning_rate"
-            assert sums_range.ARMS[arm] == tuple(settings[name] for name in names)
 
     def test_the_page_has_the_table_of_the_logs(self, logged):
         assert sums_range.table(logged / "range") in PAGE
@@ -404,15 +286,3 @@ class TestRange:
             with pytest.raises(SystemExit, match="another --model or --seed"):
                 self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path, flag, value)
         assert contents(tmp_path) == before
-
-    def test_of_no_model_and_of_no_logs_is_refused(self, tmp_path, monkeypatch):
-        with pytest.raises(SystemExit, match="--model no/such/model"):
-            self.call(monkeypatch, "--model", "no/such/model", "--output_dir", tmp_path)
-        with pytest.raises(SystemExit, match="has no logs"):
-            self.call(monkeypatch, "--show", tmp_path)
-        assert not list(tmp_path.iterdir())
-
-    def test_without_a_model_is_refused(self, monkeypatch, capsys):
-        with pytest.raises(SystemExit):
-            self.call(monkeypatch)
-        assert "give --model, or --show" in capsys.readouterr().err

@@ -11,14 +11,12 @@ from common.tiny_model import tiny_model, tiny_tokenizer
 from tests.conftest import SMALL, one_line, sums, write_jsonl
 
 
-@pytest.mark.parametrize(
-    "answer, text",
-    [
-        (42, "#### 42"), ("42", "#### 42"), ("1,234", "#### 1,234"),
-        ("6*7\n#### 42", "6*7\n#### 42"), ("6*7=<<6*7=42>>42\n#### 42", "6*7=42\n#### 42"),
-        (r"so \boxed{42}", r"so \boxed{42}"),
-    ],
-)
+@pytest.mark.parametrize("answer, text", [
+    (42, "#### 42"),
+    ("1,234", "#### 1,234"),
+    ("6*7=<<6*7=42>>42\n#### 42", "6*7=42\n#### 42"),
+    (r"so \boxed{42}", r"so \boxed{42}"),
+])
 def test_trains_on_what_is_rewarded(answer, text):
     assert warm_up.solution(answer) == text
     assert train_math.correctness_reward(["?"], [text], [answer]) == [1.0]
@@ -63,13 +61,10 @@ def test_runs_before_train_math_on_a_local_model_and_dataset(tmp_path, monkeypat
     assert len(read(Path("rl", "metrics.jsonl"))) == 2
 
 
-@pytest.mark.parametrize(
-    "flags, word",
-    [
-        ("--dataset nowhere.jsonl", "nowhere.jsonl"),
-        ("--dataset q.jsonl --model ./no/where", "--model ./no/where"),
-    ],
-)
+@pytest.mark.parametrize("flags, word", [
+    ("--dataset nowhere.jsonl", "nowhere.jsonl"),
+    ("--dataset q.jsonl --model ./no/where", "--model ./no/where"),
+])
 def test_refuses_a_missing_model_or_dataset_in_one_line(tmp_path, monkeypatch, flags, word):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "q.jsonl", sums(5))
@@ -93,10 +88,3 @@ def test_does_not_train_on_what_train_math_holds_out(tmp_path, monkeypatch):
     questions, held_out = train_math.load_questions(train_math.Settings(dataset=path))
     assert len(held_out) == 10
     assert set(asked) == {row["question"] for row in questions}
-
-
-@pytest.mark.parametrize("flag", ["--steps", "--batch_size", "--learning_rate"])
-def test_refuses_a_size_of_nothing(flag, capsys):
-    with pytest.raises(SystemExit):
-        warm_up.main(["--steps", "1", "--output_dir", "out", flag, "0"])
-    assert "must be above 0" in capsys.readouterr().err
