@@ -264,7 +264,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
 
     # 1 SAMPLE group_size responses to each question from the current policy.
     rollout = parts.sample(
-        model, tokenizer, questions, cfg.group_size, cfg.temperature, cfg, **replaced)
+        model, tokenizer, questions, cfg.group_size, cfg.temperature, cfg, **vars(parts))
     seconds_rollout = time.perf_counter() - start
 
     # 2 SCORE the responses, and compare each reward with the others of its group.
@@ -306,8 +306,8 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
 
     check_weights(model, step)  # FloatingPointError: they are not finite
     return {
-        "step": step,
         **own_metrics,
+        "step": step,
         "reward": rewards.mean().item(),
         **rollout_metrics(rollout, minibatches, advantages, cfg),
         **update_metrics(updates, grad_norms, algorithm.ratio, (eps_low, eps_high)),
@@ -325,7 +325,7 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
     With the default reward, eval_last_number is the accuracy if the last number of a response
     counts as its answer, whatever its format. eval_results has a dict for each question."""
     parts = Parts(**replaced)
-    rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, **replaced)
+    rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, **vars(parts))
     rewards, own_metrics = score_rollout(parts.reward, questions, rollout, cfg)
     scores = {"reward": rewards}
     if parts.reward is correctness_reward:

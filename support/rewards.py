@@ -34,6 +34,9 @@ def score(reward, questions, texts, **more):
     name = getattr(reward, "__qualname__", type(reward).__name__)
     repeated = [row for row in questions for _ in range(len(texts) // len(questions))]
     columns = {column: [row[column] for row in repeated] for column in repeated[0]}
+    for column in {"prompts", "completions", *more} & set(columns):
+        raise RewardError(f"rename the column {column} of the questions: the reward {name} gets "
+                          "another argument with this name")
     try:
         returned = reward(prompts=columns["question"], completions=texts, **columns, **more)
     except Exception as error:

@@ -11,7 +11,6 @@ from tqdm.auto import tqdm
 from support.models import check_weights_can_be_trained
 from support.program import tried
 from support.rewards import score_rollout
-from support.sampling import rollout as default_rollout
 
 UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -35,8 +34,10 @@ def try_parts(model, tokenizer, questions, cfg, parts, algorithm, micro_batch):
     with tried("response_log_probs"), torch.no_grad():
         batch = micro_batch(rollout.prompts, rollout.responses, [0, 1], model.device)
         log_probs = parts.response_log_probs(model, batch, 1.0)
-        is_engine = parts.rollout is not default_rollout  # it may compute in half precision
-        check_log_probs(log_probs, rollout.log_probs, 1.0 if is_engine else 1e-3)
+        default = type(parts)
+        is_own = parts.rollout is default.rollout and parts.sample is default.sample
+        # An engine of the user may compute in half precision.
+        check_log_probs(log_probs, rollout.log_probs, 1e-3 if is_own else 1.0)
     with tried("the reward"):
         rewards, _ = score_rollout(parts.reward, [questions[0]] * 2, rollout, short)
     with tried("group_advantages"):

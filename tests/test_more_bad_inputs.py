@@ -264,3 +264,28 @@ class TestNothingIsLostOrChanged:
         train_math.train(settings(max_steps=2, learning_rate=0.5), *fresh, sums(8),
                          reward=parity_reward, optimizer=optimizer)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+    def test_a_reward_cannot_overwrite_a_metric_of_the_step(self, fresh):
+        def reward(prompts, completions, log_metric, **columns):
+            log_metric("step", 7)
+            log_metric("mine", 8)
+            return parity_reward(prompts, completions)
+
+        rows = train_math.train(settings(max_steps=1), *fresh, sums(8), reward=reward)
+        assert (rows[1]["step"], rows[1]["mine"]) == (1, 8)
+
+    @pytest.mark.parametrize("name", ["cut", "completion_ids", "completions"])
+    def test_a_column_with_the_name_of_an_argument_is_named(self, fresh, name):
+        questions = [row | {name: 1} for row in sums(4)]
+        with pytest.raises(RewardError, match=f"rename the column {name} "):
+            train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
+
+    def test_a_sample_of_the_user_gets_all_parts(self, fresh):
+        got = []
+
+        def sample(*arguments, **parts):
+            got.append(parts["reward"])
+            return train_math.sample(*arguments, **parts)
+
+        train_math.train(settings(max_steps=1), *fresh, sums(8), sums(2), sample=sample)
+        assert got == [train_math.correctness_reward] * 3
