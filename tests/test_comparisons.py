@@ -542,6 +542,7 @@ class TestTasks:
         rewards = parts.task_reward(None, texts, ["#### 7"] * 4)
         assert rewards == [1, 1, 0, 0]
 
+
 def chance_of_right(logits, length):
     slips = logits.softmax(1)[:, 0]
     context = torch.arange(length) % exact.CONTEXTS
@@ -604,6 +605,7 @@ class TestExact:
         log_ratio = new.log_softmax(1) - old.log_softmax(1)
         spread = log_ratio[context, sampled].std()
         assert abs(spread - 0.1) < 2e-3
+
 
 class TestRuns:
     GRADIENTS = {}  # {kind of a variant: its gradient norms}, because experiments share variants
