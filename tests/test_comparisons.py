@@ -542,6 +542,7 @@ class TestTasks:
         rewards = parts.task_reward(None, texts, ["#### 7"] * 4)
         assert rewards == [1, 1, 0, 0]
 
+
 def chance_of_right(logits, length):
     slips = logits.softmax(1)[:, 0]
     context = torch.arange(length) % exact.CONTEXTS
@@ -605,6 +606,7 @@ class TestExact:
         spread = log_ratio[context, sampled].std()
         assert abs(spread - 0.1) < 2e-3
 
+
 class TestRuns:
     GRADIENTS = {}  # {kind of a variant: its gradient norms}, because experiments share variants
 
@@ -657,3 +659,17 @@ class TestRuns:
         another = settings.arm("grpo", 0.3)  # a variant of another experiment
         write(path, [*rows, rows[-1] | {"arm": another}])
         assert runs.run_all(arms, 2, 2, 1, path) == rows
+
+    @pytest.mark.parametrize("pieces, is_logged", [
+        ({}, True),
+        ({"loss": ["sequence", "token", None]}, True),
+        ({"loss": ["one", "one", None]}, False),
+        ({"loss": ["sequence", "sequence", None, "below"]}, False),
+        ({"loss": ["sequence", "sequence", None, "both", "sign"]}, False),
+        ({"noise": 0.1}, False),
+        ({"successor": "luspo"}, True),
+        ({"successor": "dapo"}, False),
+    ])
+    def test_have_a_clip_fraction_only_if_it_is_that_of_their_own_clip(self, pieces, is_logged):
+        spec = settings.arm("gspo", 0.1, **pieces)
+        assert report.clips_as_logged(spec) == is_logged

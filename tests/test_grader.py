@@ -112,6 +112,7 @@ class TestHandOut:
 
 # ---- a class ------------------------------------------------------------------------------------
 
+
 RATIO = "    return _token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()"
 CLIP = "torch.minimum(ratio * advantages, clipped * advantages)"
 NO_ROOT = RATIO.replace("_token_mean(", "(").replace(", mask).exp()", ").sum(dim=1).exp()")
@@ -536,10 +537,6 @@ os.kill(os.getpid(), 9)
 
 
 class TestRemarks:
-    def test_on_a_notebook(self):
-        row = class_grades.grade(teach.homework(), "nb.py", json.dumps({"cells": []}))
-        assert row["grade"] == 0 and "is a Jupyter notebook: export it" in row["remark"]
-
     def test_on_code_that_is_the_same_except_for_names_and_docstrings(self):
         own = GSPO.replace("_token_mean", "average").replace("log_ratio", "difference")
         for name in FUNCTIONS:

@@ -97,19 +97,6 @@ class TestShow:
         lines = capsys.readouterr().out.strip().split("\n")
         assert lines[-1] == "mean of 2 | gspo 0.03 | - | 25.0% | 87.5% | 25.0% | - | - | -"
 
-    def test_of_an_unfinished_run_is_one_line(self, tmp_path, capsys):
-        logs(tmp_path, BEFORE, {0.0: 0.5})
-        sums.main(["--show", str(tmp_path)])
-        line = capsys.readouterr().out.strip().split("\n")[2]
-        assert line.startswith(f"{tmp_path} | gspo 0.03 | 0 | ") and " | - | " in line
-        assert not (tmp_path / "table.md").exists()
-
-    def test_of_no_run_is_one_clear_line(self, tmp_path):
-        assert "--show needs the folder of a run" in one_line(sums.main, "--show")
-        run = logs(tmp_path / "run", BEFORE, {})
-        for folders in [tmp_path], [run, tmp_path / "nowhere"]:
-            assert f"no run in {folders[-1]}:" in one_line(sums.main, "--show", *folders)
-
     def test_with_another_dataset_is_one_clear_line(self):
         assert "makes its own questions" in one_line(sums.main, "--dataset", "my.jsonl")
 
