@@ -76,8 +76,8 @@ def test_makes_a_world_once_and_never_an_incomplete_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, clip_range", [
-    ([], (0.003, 0.004)),
-    (["--algorithm", "grpo"], (0.2, 0.27)),
+    ([], (0.01, 0.0133)),
+    (["--algorithm", "grpo"], (0.2, 0.267)),
     (["--eps_low", "1", "--eps_high", "1e9"], (1, 1e9))])
 def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range):
     folder = tmp_path / "run"
