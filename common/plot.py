@@ -17,9 +17,9 @@ PANELS = {  # metric: (title, label of the vertical axis)
         "line: sampled responses; squares:\nheld-out questions, 95% interval", "mean reward"),
     "response_length": ("length of the\nsampled responses", "tokens"),
     "clip_fraction": (
-        "tokens that clipping removes\nfrom the gradient", "clip fraction (of all tokens)"),
+        "tokens that clipping removes\nfrom the gradient", "clipped (fraction of tokens)"),
     "log_ratio_std": (
-        "how far the policy has moved\nafter the first update", "standard deviation of log s")}
+        "how far the policy moves in\nthe updates after the first", "standard deviation of log s")}
 STYLES = {  # Okabe and Ito's colours, which colour-blind readers can tell apart, and line styles
     "gspo": ("#0072B2", "-"),
     "grpo": ("#E69F00", "--"),

@@ -38,8 +38,8 @@ from lesson import tiny
 
 FOLDER = Path(__file__).with_name("bugs")
 TABLE = Path(__file__).with_name("results") / "bugs.md"
-FLAGS = [*tiny.FLAGS, "--eps_low", "0.003", "--eps_high", "0.004", "--max_steps", "8",
-         "--save_steps", "8", "--instruction", ""]
+FLAGS = [*tiny.FLAGS, "--learning_rate", "3e-4", "--eps_low", "0.003", "--eps_high", "0.004",
+         "--max_steps", "8", "--save_steps", "8", "--instruction", ""]
 METRICS = ("reward", "response_length", "cut", "equal_reward_groups", "entropy", "loss",
            "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_std")
 SETTINGS = ("algorithm", "group_size", "prompts_per_step", "minibatches", "epochs",
@@ -48,7 +48,7 @@ PANELS = {"reward": "linear", "response_length": "linear", "equal_reward_groups"
           "loss": "log", "grad_norm": "log", "clip_fraction": "linear", "log_ratio_std": "log"}
 UNITS = {"reward": "mean", "response_length": "tokens", "equal_reward_groups": "fraction",
          "loss": "absolute value", "grad_norm": "before clipping",
-         "clip_fraction": "of all tokens", "log_ratio_std": "of log s"}
+         "clip_fraction": "fraction of tokens", "log_ratio_std": "of log s"}
 CAPTION = """`python -m lesson.find_the_bug --all`: world 0, seed 0, eight rollouts.
 Means over the rollouts, of the loss's size, and eval_reward at the end.
 Bold: less than half of the value without a bug, or more than twice.

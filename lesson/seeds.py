@@ -3,13 +3,14 @@
     OMP_NUM_THREADS=1 python -m lesson.seeds choose      worlds 0 and 1: 15 minutes or more
     OMP_NUM_THREADS=1 python -m lesson.seeds report      four fresh worlds: an hour or more
     OMP_NUM_THREADS=1 python -m lesson.seeds lesson      the runs that the lesson shows
+    OMP_NUM_THREADS=1 python -m lesson.seeds visits      counts responses that never contribute
 
 `choose` trains on the pairs of world and seed that were used to choose the settings. `report`
 trains on fresh pairs, which were used to evaluate these settings. lesson/results/PLAN.md states the
 settings, the criterion and the pairs, and was committed before the fresh runs. A run whose log
 exists in lesson/results/ is not repeated. If a command is interrupted, run it again to continue.
 `--worlds 13 14` restricts a process to these worlds, so that two processes can divide the work.
-`table` trains nothing, and only rewrites lesson/results/table.md, seeds.png and front.png.
+`table` trains nothing, and only rewrites lesson/results/table.md and its two pictures.
 """
 import argparse
 import json
@@ -17,6 +18,7 @@ import math
 import shutil
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -28,11 +30,12 @@ import matplotlib.pyplot as plt
 
 import train_math
 from common import plot
-from common.logs import append, read
+from common.logs import append, read, write
+from gspo import gspo_loss, sequence_ratio
 from lesson import tiny
 
 RESULTS = Path(__file__).with_name("results")
-LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # 1.5 times the default of lesson/tiny.py
+LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # now the default of lesson/tiny.py, too
 CHOICE = [(1, 41), (1, 42)]  # (world, seed)
 CHOICE_NO_CLIP = [(1, 41), (0, 41), (0, 42)]
 FRESH = [(world, seed) for seed in (51, 52, 53) for world in (11, 12, 13, 14)]
@@ -129,6 +132,68 @@ def report(worlds, pairs=FRESH, part="report"):
                 run(part, name, variants[name], world, seed)
 
 
+def lesson():
+    """The runs that the lesson shows, on world 0: all variants with seed 0, and with the seeds 0 to
+    2 those that differ only in the number of updates per rollout (32, 8 and 1)."""
+    report({0}, [(0, 0)], "lesson")
+    gspo = clipped("GSPO", chosen_range("GSPO"))
+    variants = {"GSPO": gspo, "one epoch": [*gspo, "--epochs", "1"],
+                "one update": VARIANTS["one update"]}
+    for seed in range(3):
+        for name, flags in variants.items():
+            run("lesson", name, flags, 0, seed)
+
+
+# ---- responses that never contribute -------------------------------------------------------------
+
+
+class Visits:
+    """A loss that also records, for each response of a step, at which visits it was clipped."""
+
+    def __init__(self):
+        self.clipped = {}  # id of a micro-batch's old log-probs: (these, a list of masks (b,))
+        self.rows = []
+
+    def loss(self, log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
+        s = sequence_ratio(log_probs.detach(), old_log_probs, mask)
+        has_gradient = advantages != 0
+        above = (advantages > 0) & (s > 1 + eps_high)
+        below = (advantages < 0) & (s < 1 - eps_low)
+        # The tensor is kept, so that its id is not used again within the step.
+        _, masks = self.clipped.setdefault(id(old_log_probs), (old_log_probs, []))
+        masks.append((above | below)[has_gradient])
+        return gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high,
+                         denominator=denominator)
+
+    def on_step(self, row):
+        if row["step"] == 0:  # the model before training
+            return
+        visits = torch.cat([torch.stack(masks) for _, masks in self.clipped.values()], dim=1)
+        self.rows.append({
+            "step": row["step"], "visits": len(visits), "responses": visits.size(1),
+            "clipped_at_first_visit": int(visits[0].sum()),
+            "clipped_at_all_visits": int(visits.all(dim=0).sum())})
+        self.clipped = {}
+
+
+def count_visits(epochs):
+    """How many responses of GSPO's run on world 0 with seed 0 are clipped at each visit. A visit is
+    an update on the minibatch of the response. Responses with advantage 0 are not counted, because
+    they have no gradient anyway."""
+    folder = tiny.world(0)
+    cfg = train_math.parse_settings([
+        *tiny.FLAGS, *clipped("GSPO", chosen_range("GSPO")), "--epochs", str(epochs),
+        "--instruction", "", "--dataset", str(folder / "questions")])
+    cfg = replace(cfg, output_dir=None)
+    questions, _ = train_math.load_questions(cfg)
+    model, tokenizer = train_math.load(folder / "model", "cpu")
+    visits = Visits()
+    train_math.train(cfg, model, tokenizer, questions, loss=visits.loss, on_step=visits.on_step)
+    write(RESULTS / f"visits_{epochs}.jsonl", visits.rows)
+    print(f"{epochs} epochs, all steps: " + ", ".join(
+        f"{key} {sum(row[key] for row in visits.rows)}" for key in list(visits.rows[0])[2:]))
+
+
 # ---- table and picture ---------------------------------------------------------------------------
 
 
@@ -194,68 +259,73 @@ def curve(rows, key):
     return [math.nan if row[key] is None else row[key] for row in rows[1:]]
 
 
-def draw(runs, path):
-    """Curves of {variant: {pair: rows}}: thin for each run, bold for their mean."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
-    panels = {"reward": "accuracy of the sampled responses (%)",
-              "log_ratio_std": "standard deviation of log s (log scale)",
-              "clip_fraction": "clipped tokens (%)"}
-    scale = {"reward": 100, "log_ratio_std": 1, "clip_fraction": 100}
-    for name, by_pair in runs.items():
-        color, line, marker = STYLES[name]
-        for axis, key in zip(axes, panels):
-            curves = [curve(rows, key) for rows in by_pair.values()]
-            steps = range(1, len(curves[0]) + 1)
-            for values in curves:
-                scaled = [scale[key] * value for value in values]
-                axis.plot(steps, scaled, line, color=color, alpha=0.25, linewidth=0.8)
-            known = [[value for value in values if not math.isnan(value)]
-                     for values in zip(*curves)]
-            if all(known):
-                means = [scale[key] * statistics.fmean(values) for values in known]
-                axis.plot(steps, means, line, marker=marker, markersize=4, color=color,
-                          linewidth=2.5, label=name)
-    for axis, title in zip(axes, panels.values()):
-        axis.set(xlabel="rollout", ylabel=title, xticks=range(2, 17, 2))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylim(0, 100)
-    axes[1].set_yscale("log")
+def draw_curves(axis, by_pair, key, scale, style, label):
+    """A thin line for each run and a bold one with markers for their mean."""
+    color, line, marker = style
+    curves = [[scale * value for value in curve(rows, key)] for rows in by_pair.values()]
+    steps = range(1, len(curves[0]) + 1)
+    for values in curves:
+        axis.plot(steps, values, line, color=color, alpha=0.25, linewidth=0.8)
+    known = [[value for value in values if not math.isnan(value)] for values in zip(*curves)]
+    if all(known):
+        axis.plot(steps, [statistics.fmean(values) for values in known], line, marker=marker,
+                  markersize=4, color=color, linewidth=2.5, label=label)
+    axis.set(xlabel="rollout", xticks=range(2, 17, 2))
+    axis.grid(alpha=0.3)
+
+
+def draw_collapse(runs, path):
+    """The picture of the front page: GSPO with and without its clip."""
+    figure, axis = plt.subplots(figsize=(8, 4.4), layout="constrained")
     number = len(runs["GSPO"])
-    figure.suptitle("Without a clip, the sampled accuracy falls, and the policy moves furthest. "
-                    "GSPO clips the most tokens")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  title=f"bold with markers: mean of {number} runs; thin: one run; "
-                        "one update: one optimizer step per rollout", handlelength=4)
+    labels = {"GSPO": "GSPO", "no clip": "GSPO without its clip"}
+    for name, label in labels.items():
+        draw_curves(axis, runs[name], "reward", 100, STYLES[name], label)
+    axis.set(ylim=(0, 100), ylabel="accuracy of the sampled responses (%)",
+             title=f"Without the clip, all {number} runs collapse")
+    figure.legend(title=f"bold with markers: mean of {number} runs; thin: one run",
+                  handlelength=4, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     plot.shrink(path)
 
 
-def draw_front(runs, path):
-    """The picture of the front page: greedy accuracy on held-out questions every four rollouts."""
-    figure, axis = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
-    labels = {"GSPO": "GSPO (a clip range of 0.01)", "no clip": "the same without a clip"}
-    for name, label in labels.items():
-        color, line, marker = STYLES[name]
-        curves = []
-        for rows in runs[name].values():
-            known = [row for row in rows if "eval_reward" in row]
-            curves.append([100 * row["eval_reward"] for row in known])
-            steps = [row["step"] for row in known]
-        for values in curves:
-            axis.plot(steps, values, line, color=color, alpha=0.3, linewidth=1)
-        means = [statistics.fmean(values) for values in zip(*curves)]
-        axis.plot(steps, means, line, marker=marker, color=color, linewidth=2.5, label=label)
-    axis.axhline(100 * COLLAPSED, color="grey", linewidth=0.8)
-    axis.text(steps[-2], 100 * COLLAPSED - 6, f"{COLLAPSED:.0%}", color="grey")
-    number = len(runs["no clip"])
+def draw(runs, path):
+    """The picture of the lesson, of {variant: {pair: rows}}."""
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    panels = {"reward": "accuracy of the sampled responses (%)",
+              "log_ratio_std": "standard deviation of log s (log scale)",
+              "clip_fraction": "clipped tokens (%)"}
+    curved = axes.flat[0], axes.flat[2], axes.flat[3]
+    for name, by_pair in runs.items():
+        for axis, (key, label) in zip(curved, panels.items()):
+            scale = 1 if key == "log_ratio_std" else 100
+            draw_curves(axis, by_pair, key, scale, STYLES[name], name)
+            axis.set_ylabel(label)
+    axes[0, 0].set(ylim=(0, 100), title="while training, at temperature 1")
+    axes[1, 0].set(yscale="log", title="how far the policy moves after the first update\n"
+                   "(one update has no value here)")
+    axes[1, 1].set(title="what the clip removes from the gradient")
+    last = axes[0, 1]
+    for place, (name, by_pair) in enumerate(runs.items()):
+        color, _, marker = STYLES[name]
+        greedy = [100 * rows[-1]["eval_reward"] for rows in by_pair.values()]
+        shifts = [0.03 * (i - (len(greedy) - 1) / 2) for i in range(len(greedy))]
+        last.plot([place + shift for shift in shifts], greedy, marker, color=color, markersize=5)
+    last.axhline(100 * COLLAPSED, color="black", linewidth=0.8, linestyle=":")
+    last.annotate("A run below this line has collapsed.", (0.5, 100 * COLLAPSED), (0, 4),
+                  textcoords="offset points", ha="center", fontsize=9)
+    last.set(ylim=(-3, 103), xticks=range(len(runs)), xticklabels=list(runs),
+             ylabel="greedy accuracy, held-out (%)", title="after training, each run")
+    last.grid(alpha=0.3, axis="y")
+    number = len(runs["GSPO"])
     collapsed = sum(rows[-1]["eval_reward"] < COLLAPSED for rows in runs["no clip"].values())
-    axis.set(xlabel="rollout", ylabel="accuracy on held-out questions (%)", ylim=(0, 102))
-    axis.set_xticks(steps)
-    axis.set_title(f"Without a clip, {collapsed} of {number} runs end below {COLLAPSED:.0%}")
-    axis.grid(alpha=0.3)
-    axis.legend(loc="center right", title=f"thin: one run; bold: mean of {number}", handlelength=4)
-    figure.savefig(path, dpi=130)
+    figure.suptitle(f"Without a clip, {collapsed} of {number} runs collapse. "
+                    "With the other three variants, none does.")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
+                  title=f"bold with markers: mean of {number} runs; thin: one run; "
+                        "one update: one optimizer step per rollout", handlelength=4)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
     plot.shrink(path)
 
@@ -276,13 +346,13 @@ def tabulate():
         text += ("\nThe plan's criterion: at least 11 of the 12 runs without a clip collapse, and "
                  "at least 11 of the 12 runs with GSPO reach 90%.\n")
         draw(runs, RESULTS / "seeds.png")
-        draw_front(runs, RESULTS / "front.png")
+        draw_collapse(runs, RESULTS / "collapse.png")
     return text
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["choose", "report", "lesson", "table"],
+    parser.add_argument("part", choices=["choose", "report", "lesson", "visits", "table"],
                         help="which runs to make; table makes none")
     parser.add_argument("--worlds", type=int, nargs="+", help="only these worlds (default: all)")
     args = parser.parse_args()
@@ -293,7 +363,10 @@ def main():
     if args.part == "report":
         report(worlds)
     if args.part == "lesson":
-        report({0}, [(0, 0)], "lesson")
+        lesson()
+    if args.part == "visits":
+        for epochs in 4, 1:
+            count_visits(epochs)
     if not args.worlds:
         text = tabulate()
         (RESULTS / "table.md").write_text(text)

@@ -30,9 +30,11 @@ from common.tiny_model import tiny_model, tiny_tokenizer
 from common.warm_up import supervise
 
 FLAGS = """--output_dir runs/tiny --device cpu --prompts_per_step 16 --group_size 16
-    --minibatches 8 --epochs 4 --learning_rate 3e-4 --max_steps 16 --save_steps 4
+    --minibatches 8 --epochs 4 --learning_rate 4.5e-4 --max_steps 16 --save_steps 4
     --max_completion_length 108 --micro_batch_tokens 8192 --eval_size 175""".split()
-WIDER = ["--eps_low", "3e-3", "--eps_high", "4e-3"]  # for GSPO: ten times the paper's
+RANGES = {  # these and the learning rate are the settings of lesson/results/PLAN.md
+    "gspo": ["--eps_low", "0.01", "--eps_high", "0.0133"],
+    "grpo": ["--eps_low", "0.2", "--eps_high", "0.267"]}
 MONTHS = "abcdefghijklmnopqrstuvwxyz"  # a: one month to go, b: two, ...
 CHARACTERS = "\n #+,.:=?0123456789RI" + MONTHS
 LEAST, MOST = 10, 16  # months that a question asks for
@@ -148,9 +150,8 @@ def main(argv=None):
     start = json.loads((folder / "start.json").read_text())
     accuracies = ", ".join(f"{value:.1%} at {t}" for t, value in start.items())
     print(f"held-out accuracy before RL, by sampling temperature (0.0 is greedy): {accuracies}")
-    clip_range = [] if cfg.algorithm == "grpo" else WIDER
     train_math.main([
-        *FLAGS, *clip_range, "--model", str(folder / "model"), "--dataset",
+        *FLAGS, *RANGES.get(cfg.algorithm, []), "--model", str(folder / "model"), "--dataset",
         str(folder / "questions"), "--instruction", "", *flags])
     picture = Path(cfg.output_dir, "metrics.png")
     draw({cfg.algorithm: read(Path(cfg.output_dir, "metrics.jsonl"))}, picture)

@@ -8,7 +8,8 @@ from lesson import seeds
 
 @pytest.fixture
 def no_picture(monkeypatch):
-    monkeypatch.setattr(seeds, "draw", lambda runs, path: None)
+    for name in "draw", "draw_collapse":
+        monkeypatch.setattr(seeds, name, lambda runs, path: None)
 
 
 def test_the_table_is_that_of_the_logs(no_picture):

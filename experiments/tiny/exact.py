@@ -10,9 +10,11 @@ positions. The responses are sampled from pi_old, and the gradient at pi is esti
 from pi_old so much that the tokens' log-ratios have a given standard deviation. It differs either
 in the direction of the gradient of J ("improved") or in a random direction.
 
-exact.png shows the direction of four estimates against the length, in expectation and for one
-batch: without a ratio, with GRPO's token ratios, with GSPO's sequence ratio, and with the sequence
-ratio without the root. The numbers are in results/tiny/exact_ratios.jsonl.
+exact.png shows the direction of four estimates against the length, in expectation (bias) and for
+one batch (bias and variance), where the policy has improved and the log-ratios have a standard
+deviation of 0.1. The estimates are those without a ratio, with GRPO's token ratios, with GSPO's
+sequence ratio, and with the sequence ratio without the root. The numbers are in
+results/tiny/exact_ratios.jsonl, also for a random direction and for a standard deviation of 0.03.
 """
 import itertools
 import statistics
@@ -31,20 +33,22 @@ TOKENS = 8
 BATCH = 128
 LENGTHS = 8, 32, 128, 512, 1024
 SEEDS = range(4)
-SPREADS = {0.03: ":", 0.1: "-"}  # standard deviation of the tokens' log-ratios: line style
-HOW = {"improved": "the policy has improved", "at random": "the policy has moved at random"}
-WEIGHTS = {  # name in the logs: colour, and marker with its size and filling
-    "no ratio": ("#666666", "s", 8, "none"),
-    "token ratio (GRPO)": (STYLES["grpo"][0], "^", 6, "full"),
-    "sequence ratio (GSPO)": (STYLES["gspo"][0], "o", 4, "full"),
-    "sequence ratio, no root": ("#009E73", "D", 4, "full"),
+SPREADS = 0.03, 0.1  # standard deviation of the tokens' log-ratios
+HOW = "improved", "at random"
+SHOWN = "improved", 0.1  # what the picture shows
+WEIGHTS = {  # name in the logs: label, colour, line style, and marker with its size and filling
+    "no ratio": ("no weight", "#666666", "-", "s", 9, "none"),
+    "token ratio (GRPO)": ("token ratios (GRPO)", *STYLES["grpo"], "^", 6, "full"),
+    "sequence ratio (GSPO)": ("s (GSPO)", *STYLES["gspo"], "o", 4, "full"),
+    "sequence ratio, no root": ("ratio of the response, no root", "#009E73", ":", "D", 5, "full"),
 }
 DRAWN = {
-    "angle": "expected estimate:\nangle to the gradient (degrees)",
-    "cosine": f"estimate from {BATCH} responses:\ncosine with the gradient",
+    "angle": ("bias: the mean estimate", "angle to the true gradient (degrees)"),
+    "cosine": (f"bias and variance: the estimate from {BATCH} responses",
+               "cosine with the true gradient (log scale)"),
 }
-TITLE = ("Token ratios correct the direction of the expected gradient, and GSPO's ratio hardly "
-         "does (top).\nBut token ratios add noise if the policy has improved (bottom left).")
+TITLE = ("The weights with the right direction on average (left) have the worst direction in one "
+         "batch (right)")
 
 
 def positions(length):
@@ -169,28 +173,22 @@ def curve(rows, how, spread, name, key):
 
 
 def draw_ratios(rows, path):
-    figure = Figure((11, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True, sharey="row")
-    for column, (how, title) in zip(axes.T, HOW.items()):
-        for axis, key in zip(column, DRAWN):
-            for name, (color, marker, size, filling) in WEIGHTS.items():
-                for spread, style in SPREADS.items():
-                    points = curve(rows, how, spread, name, key)
-                    axis.plot(LENGTHS, points, style, color=color, marker=marker, markersize=size,
-                              fillstyle=filling)
-            axis.set(xscale="log", ylim=(0, None))
-            axis.grid(alpha=0.3)
-        column[0].set_title(title)
-        column[1].set_xlabel("length of the responses (tokens, log scale)")
-        column[1].set_xticks(LENGTHS, map(str, LENGTHS))
-        column[1].minorticks_off()
-    for axis, label in zip(axes[:, 0], DRAWN.values()):
-        axis.set_ylabel(label)
-    dotted, solid = SPREADS
-    names = [name.replace(", no", " without the") for name in WEIGHTS]
-    figure.legend(axes[0, 0].lines[1::2], names, loc="outside lower center", ncols=4,
-                  title=f"standard deviation of the tokens' log-ratios: {solid} (solid lines), "
-                        f"{dotted} (dotted lines)")
+    figure = Figure((11, 4.6), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for axis, (key, (title, unit)) in zip(axes, DRAWN.items()):
+        for name, (label, color, line, marker, size, filling) in WEIGHTS.items():
+            points = curve(rows, *SHOWN, name, key)
+            axis.plot(LENGTHS, points, line, color=color, marker=marker, markersize=size,
+                      fillstyle=filling, label=label)
+        axis.set(xscale="log", title=title, ylabel=unit,
+                 xlabel="length of the responses (tokens, log scale)")
+        axis.set_xticks(LENGTHS, map(str, LENGTHS))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(-0.5, None)
+    axes[1].set_yscale("log")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
+                  title="weight of a response or token; mean of four policies", handlelength=4)
     figure.suptitle(TITLE)
     figure.savefig(path, dpi=130)
 
