@@ -65,7 +65,7 @@ def draw_pictures():
     by_rate = learning_rates.finished_runs(read(learning_rates.LOG))
     learning_rates.draw(by_rate, learning_rates.RESULTS / "learning_rates.png")
     gsm8k_gpu.draw(read_packed(gsm8k_gpu.RESULTS / "metrics.jsonl"),
-                   gsm8k_gpu.RESULTS / "curves.png")
+                   read(gsm8k_gpu.RESULTS / "answers.jsonl"), gsm8k_gpu.RESULTS / "curves.png")
     runs = {name.upper(): read(GSM8K / f"{name}.metrics.jsonl")
             for name in ("gspo", "grpo")}
     plot.draw(runs, GSM8K / "runs.png", eps_high=4e-4, title=GSM8K_TITLE)

@@ -313,7 +313,7 @@ def draw(runs, path):
         shifts = [0.03 * (i - (len(greedy) - 1) / 2) for i in range(len(greedy))]
         last.plot([place + shift for shift in shifts], greedy, marker, color=color, markersize=5)
     last.axhline(100 * COLLAPSED, color="black", linewidth=0.8, linestyle=":")
-    last.annotate("A run below this line has collapsed.", (0.5, 100 * COLLAPSED), (0, 4),
+    last.annotate("A run below this line has collapsed.", (1, 100 * COLLAPSED), (0, 4),
                   textcoords="offset points", ha="center", fontsize=9)
     last.set(ylim=(-3, 103), xticks=range(len(runs)), xticklabels=list(runs),
              ylabel="greedy accuracy, held-out (%)", title="after training, each run")

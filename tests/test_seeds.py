@@ -1,9 +1,11 @@
 """lesson/seeds.py: the committed tables are those of the logs, and no run is made twice."""
 import json
+import re
 
 import pytest
+import torch
 
-from lesson import seeds
+from lesson import seeds, tiny
 
 
 @pytest.fixture
@@ -57,3 +59,40 @@ def test_a_run_that_exists_is_not_repeated(tmp_path, monkeypatch):
         monkeypatch.setattr(seeds.train_math, "load", lambda *names: open("nothing"))
         seeds.run("report", "GSPO", [], 0, 2)
     assert len(made) == 2
+
+
+def test_the_first_command_of_the_lesson_has_the_settings_of_the_plan():
+    assert tiny.FLAGS[tiny.FLAGS.index("--learning_rate") + 1] == seeds.LEARNING_RATE[1]
+    for algorithm in seeds.RANGES:
+        flags = seeds.clipped(algorithm, seeds.chosen_range(algorithm))
+        assert flags[2:] == tiny.RANGES[algorithm.lower()]
+
+
+def test_the_lesson_shows_lines_of_the_logged_runs():
+    """The lines stand in the order of these runs; the seconds are not compared."""
+    page = (seeds.RESULTS.parent / "README.md").read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+              if block.startswith("step ")]
+    runs = seeds.runs_of("lesson")
+    shown = "GSPO", "one update", "no clip", "GRPO"
+    assert len(blocks) == len(shown)
+    for name, block in zip(shown, blocks):
+        rows = {row["step"]: row for row in runs[name, 0, 0]}
+        for line in block.splitlines():
+            step = int(re.match(r"step (\d+)/16", line)[1])
+            for metric, value in re.findall(r"(\w+) ([\d.]+)(?:  |$)", line.partition("  ")[2]):
+                if metric != "seconds":
+                    assert f"{rows[step][metric]:.3g}" == value, (name, line, metric)
+
+
+def test_visits_count_the_responses_that_never_contribute():
+    visits = seeds.Visits()
+    mask = torch.ones(4, 2)
+    old = torch.zeros(4, 2)
+    advantages = torch.tensor([1.0, 1.0, -1.0, 0.0])
+    for moved in [0.1, -0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.1]:
+        log_probs = torch.tensor(moved)[:, None].expand(4, 2)
+        visits.loss(log_probs, old, advantages, mask, 0.01, 0.01, denominator=4)
+    visits.on_step({"step": 1})
+    assert visits.rows == [{"step": 1, "visits": 2, "responses": 3,
+                            "clipped_at_first_visit": 1, "clipped_at_all_visits": 1}]
