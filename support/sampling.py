@@ -56,7 +56,7 @@ def rollout(model, prompts, group_size, max_length, temperature, end_ids):
 # inference engine, and the metric sampler_gap measures how different.
 # In bf16, numbers near 0.02 are 1.2e-4 apart, and a step at a learning rate of 1e-6 changes a
 # weight by 2e-6. Most weights of such a copy stay the same, so that it samples from an older policy
-# (experiments/rounding.md). float16 has eight times as many numbers there, but it ends at 65,504,
+# (experiments/precision.md). float16 has eight times as many numbers there, but it ends at 65,504,
 # so that large activations overflow.
 PRECISIONS = torch.float16, torch.bfloat16, torch.float32  # in the order in which they are tried
 
