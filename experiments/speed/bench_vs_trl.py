@@ -65,11 +65,12 @@ PHASES = "rollout", "old log-probs", "update"
 
 
 def make_tokenizer(vocabulary):
-    words = {f"w{i}": i for i in range(vocabulary)}
-    core = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    """One token per word. No special token may be the beginning of a word: "w1" would split "w12"."""
+    words = {f"w{i}": i for i in range(3, vocabulary)} | {"<pad>": 0, "<end>": END, "<unk>": 2}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1",
-                                   unk_token="w2", chat_template="{{ messages[0].content }}")
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>",
+                                   unk_token="<unk>", chat_template="{{ messages[0].content }}")
 
 
 def make_model(vocabulary, hidden, end, device):
