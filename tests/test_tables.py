@@ -1,5 +1,6 @@
 """All published tables and pictures follow from the committed logs."""
 from experiments import tables
+from experiments.speed import bench_vs_trl
 
 
 def test_tables_follow_from_the_logs_byte_for_byte():
@@ -30,3 +31,9 @@ def test_the_command_writes_them(tmp_path, monkeypatch, capsys):
     tables.main([])
     assert target.read_bytes() == path.read_bytes()
     assert capsys.readouterr().out == "table.md\n"
+
+
+def test_each_word_of_the_comparison_with_trl_is_one_token():
+    """Otherwise the prompts are longer than planned, and a minibatch has two micro-batches."""
+    tokenizer = bench_vs_trl.make_tokenizer(512)
+    assert tokenizer("w12 w3 w100").input_ids == [12, 3, 100]
