@@ -12,7 +12,7 @@ from experiments.qwen import sums, sums_range
 from tests.conftest import one_line
 
 RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "qwen" / "sums"
-PAGE = (RESULTS / "README.md").read_text(encoding="utf-8")
+PAGE = (RESULTS / "table.md").read_text(encoding="utf-8")
 
 
 class TestQuestions:
