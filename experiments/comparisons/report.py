@@ -67,7 +67,7 @@ def table(name, rows):
             first = first or own
             if own:
                 title = ": ".join(filter(None, (panel, label)))
-                lines.append({"arm": title, **cells_of(own, first)})
+                lines.append({"variant": title, **cells_of(own, first)})
     columns = [column for column in lines[0]
                if column not in OPTIONAL or any(line[column] != "-" for line in lines)]
     cells = [columns] + [[line[column] for column in columns] for line in lines]
@@ -81,8 +81,8 @@ def table(name, rows):
             starts[start] = f"{r['start']:.2f}"
         if "start_at" in r:
             cooler[start] = " ".join(f"{r['start_at'][t]:.2f}" for t in ("0.6", "0.3", "0.0"))
-    text += before_rl("right", starts)
-    text += before_rl("right at temperature 0.6, 0.3 and greedily", cooler)
+    text += before_rl("correct", starts)
+    text += before_rl("correct at temperature 0.6, 0.3 and greedily", cooler)
     return "\n".join(text) + "\n"
 
 
@@ -102,10 +102,10 @@ def cells_of(own, first):
     probed = [r for r in own if "probe" in r]
     greedy = [f"{r['accuracy']:.2f}: {r['greedy']:.2f}" for r in own if "greedy" in r]
     return {
-        "right, mean": f"{mean(own):.2f}",
+        "correct, mean": f"{mean(own):.2f}",
         "minus the panel's first": difference(own, first),
-        "each run, cold start by cold start": "; ".join(each),
-        "right, probe": f"{mean(probed, 'probe'):.3f}" if probed else "-",
+        "each run, by starting model": "; ".join(each),
+        "correct, selection questions": f"{mean(probed, 'probe'):.3f}" if probed else "-",
         "reward over the run": average(own, "reward", ".2f"),
         "clipped": clipped(own),
         "std of log s": average(own, "log_ratio_std", ".1e"),
@@ -206,7 +206,7 @@ TITLES = {
     "noise_over_movement": "With 4 epochs, the accuracy falls if the noise on log s is more than\n"
                            "about three times the change of log s by training.",
 }
-# The logs and tables call the clipping rule a gate. The pictures use the words of the pages.
+# The labels of the pictures, where they differ from those of the tables.
 WORDS = {
     "clip_range": {
         "GSPO's clip range, long responses": "GSPO, long responses, 4 epochs",
@@ -228,27 +228,23 @@ WORDS = {
         "nothing": "nothing (no clip)",
     },
     "lower_rates": {
-        "no gate": "no clip",
         "learning rate 0.0003": "learning rate 3e-4",
         "learning rate 0.0001": "learning rate 1e-4",
         "learning rate 3e-05": "learning rate 3e-5",
     },
     "negatives": {
-        "no gate, weight 1": "no clip, 4 epochs",
-        "no gate, weight 1, 1 epoch": "no clip, 1 epoch",
-        "GRPO's gate and weight": "GRPO, 4 epochs",
-        "GRPO's gate and weight, 1 epoch": "GRPO, 1 epoch",
-        "GSPO, with its gate": "GSPO",
+        "no clip, weight 1": "no clip, 4 epochs",
+        "no clip, weight 1, 1 epoch": "no clip, 1 epoch",
+        "GRPO's clipping rule and weight": "GRPO, 4 epochs",
+        "GRPO's clipping rule and weight, 1 epoch": "GRPO, 1 epoch",
+        "GSPO, with its clip": "GSPO",
     },
     "turns": {"GSPO-token, each turn its own": "GSPO-token, a reward per turn",
               "GRPO, each turn its own": "GRPO, a reward per turn"},
     "unfinished_60": {
         "60 tokens, 100 rollouts, lower clip range": "responses of 60 tokens, 100 rollouts"},
     "opening": {
-        "GSPO's gate, weight 1": "GSPO's clipping rule, weight 1",
-        "GRPO's gate, weight s": "GRPO's clipping rule, weight s",
-        "no gate, weight 1": "no clip, weight 1",
-        "no gate, A < 0 dropped": "no clip, A < 0 ignored",
+        "no clip, A < 0 dropped": "no clip, A < 0 ignored",
     },
 }
 LABELS = {  # of the vertical axes
@@ -413,7 +409,7 @@ def correlation(rows):
 def cooling(rows):
     """A line for the table: the correlation of the accuracy and the entropy at the end."""
     number, value = correlation(rows)
-    return (f"\nOver all {number:,} runs of the long task, right answers and the entropy at the "
+    return (f"\nOver all {number:,} runs of the long task, correct answers and the entropy at the "
             f"end: Spearman's correlation {value:.2f}\n")
 
 

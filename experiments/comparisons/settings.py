@@ -13,7 +13,7 @@ A variant, which the code and the logs call an arm, is a dictionary of its setti
     advantages, autocast, critic, engine, noise, replay, step_rewards, turns
                 functions and classes of parts.py, which runs.pieces_of selects
 
-The labels are printed in the published tables, which call the clipping rule a gate.
+The labels are printed in the published tables.
 """
 from collections import namedtuple
 from functools import partial
@@ -29,7 +29,7 @@ COMMON = dict(output_dir=None, device="cpu", instruction="", prompts_per_step=16
 CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
 
 # make(tokenizer, seed) returns a model with random weights. teach(model, tokenizer, seed) trains it
-# before RL, and the result is a starting model ("cold start" in the tables). questions(seed, n)
+# before RL, and the result is a starting model. questions(seed, n)
 # returns questions, also for the seeds "held out" and "probe". settings: the settings of
 # train_math.py that differ from COMMON.
 Task = namedtuple("Task", "make teach questions settings")
@@ -114,7 +114,7 @@ def factorial(sequence, token, **more):
     arms = {}
     for gate, (algorithm, eps) in gates.items():
         for shown, (weight, cap) in weights.items():
-            label = f"{gate} gate, weight {shown}".replace("one", "no")
+            label = f"{gate} clipping rule, weight {shown}".replace("one clipping rule", "no clip")
             if weight == gate != "one" and not cap:
                 arms[f"{label} ({algorithm.upper()})"] = arm(algorithm, eps, **more)
             else:
@@ -147,17 +147,17 @@ def pushed_down(spec, ratio, *shares):
 
 
 def without_gate_pushed_down(**more):
-    return {"GSPO, with its gate": arm(GSPO, 0.003, **more)} | pushed_down(
+    return {"GSPO, with its clip": arm(GSPO, 0.003, **more)} | pushed_down(
         no_gate("one", **more), "one", 0.5, 0.36, 0.25, 0)
 
 
 def opening(gspo, grpo, **more):
     """The variants in the first picture of experiments/README.md."""
     return both(gspo, grpo, **more) | {
-        "GSPO's gate, weight 1": arm(GSPO, gspo, loss=["one", "sequence", None], **more),
-        "GRPO's gate, weight s": arm(GRPO, grpo, loss=["sequence", "token", None], **more),
-        "no gate, weight 1": no_gate("one", **more),
-        "no gate, A < 0 dropped": no_gate("one", "both", None, 0, **more),
+        "GSPO's clipping rule, weight 1": arm(GSPO, gspo, loss=["one", "sequence", None], **more),
+        "GRPO's clipping rule, weight s": arm(GRPO, grpo, loss=["sequence", "token", None], **more),
+        "no clip, weight 1": no_gate("one", **more),
+        "no clip, A < 0 dropped": no_gate("one", "both", None, 0, **more),
     }
 
 
@@ -187,7 +187,7 @@ def all_after(gspo, grpo, **more):
 def gate_or_later(**more):
     return {
         "GSPO": arm(GSPO, 0.003, **more),
-        "no gate": no_gate("one", **more),
+        "no clip": no_gate("one", **more),
         "SAPO": after("sapo", [1.05, 1.0], **more),
         "CISPO": after("cispo", [1, 5.0], **more),
     }
@@ -253,10 +253,10 @@ EXPERIMENTS = {
         "short, 4 epochs": gate(0.03, task="short"),
     },
     "negatives": {
-        "no gate, weight 1": without_gate_pushed_down(),
-        "no gate, weight 1, 1 epoch": without_gate_pushed_down(epochs=1),
-        "GRPO's gate and weight": pushed_down(arm(GRPO, 0.1), "token", 0.25, 0),
-        "GRPO's gate and weight, 1 epoch": pushed_down(
+        "no clip, weight 1": without_gate_pushed_down(),
+        "no clip, weight 1, 1 epoch": without_gate_pushed_down(epochs=1),
+        "GRPO's clipping rule and weight": pushed_down(arm(GRPO, 0.1), "token", 0.25, 0),
+        "GRPO's clipping rule and weight, 1 epoch": pushed_down(
             arm(GRPO, 0.1, epochs=1), "token", 0.25, 0),
     },
     "successors_range": {
@@ -283,7 +283,7 @@ EXPERIMENTS = {
         "learning rate 0.0001": gate_or_later(learning_rate=1e-4),
         "learning rate 3e-05": gate_or_later(learning_rate=3e-5),
     },
-    "greedy": {"long responses, 4 epochs": {**both(0.01, 0.1), "no gate": NO_GATE}},
+    "greedy": {"long responses, 4 epochs": {**both(0.01, 0.1), "no clip": NO_GATE}},
     "open": {
         "60 tokens, 100 rollouts": {
             "GSPO without its clip": no_gate(
@@ -307,8 +307,8 @@ EXPERIMENTS = {
     "world": {"32 updates a rollout": opening(0.03, 0.4, task="world", **WORLD[32])},
     "world_few": {"4 updates a rollout": opening(0.03, 0.4, task="world", **WORLD[4])},
     "noise": {
-        "4 epochs, noise on log s in the gate": noisy(),
-        "1 epoch, noise on log s in the gate": noisy(epochs=1),
+        "4 epochs, noise on log s in the clipping rule": noisy(),
+        "1 epoch, noise on log s in the clipping rule": noisy(epochs=1),
         "training forward in bf16": {
             **both(**EARLY, autocast=True),
             "GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True),
@@ -330,8 +330,8 @@ EXPERIMENTS = {
             learning_rate=3e-4),
     },
     "collapse": {
-        "from a policy that a run without a gate has ruined": both(**EARLY, first=NO_GATE),
-        "from GSPO's policy": {"no gate": no_gate("one", first=arm(GSPO, 0.003))},
+        "from a policy that a run without a clip has ruined": both(**EARLY, first=NO_GATE),
+        "from GSPO's policy": {"no clip": no_gate("one", first=arm(GSPO, 0.003))},
     },
     "corrected": {
         "GSPO, 8-bit weights": corrected(GSPO, "float8", "tis"),

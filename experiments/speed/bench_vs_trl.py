@@ -65,7 +65,7 @@ PHASES = "rollout", "old log-probs", "update"
 
 
 def make_tokenizer(vocabulary):
-    """One token per word. No special token may be the beginning of a word: "w1" would split "w12"."""
+    """One token per word. A special token must not begin a word: "w1" would split "w12"."""
     words = {f"w{i}": i for i in range(3, vocabulary)} | {"<pad>": 0, "<end>": END, "<unk>": 2}
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

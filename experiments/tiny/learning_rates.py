@@ -1,4 +1,4 @@
-"""GSPO, GRPO and no clip, each at its best learning rate: the runs that learning_rates.md plans.
+"""GSPO, GRPO and no clip, each at its best learning rate: makes the runs of PLAN_learning_rates.md.
 
     OMP_NUM_THREADS=1 python -m experiments.tiny.learning_rates            makes what is missing
     OMP_NUM_THREADS=1 python -m experiments.tiny.learning_rates --models 1 3 --tasks long    a part

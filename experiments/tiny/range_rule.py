@@ -1,4 +1,4 @@
-"""Is the movement of the policy a good clip range? Makes the runs that range_rule.md predicts.
+"""Is the movement of the policy a good clip range? Makes the runs that PLAN_range_rule.md plans.
 
     OMP_NUM_THREADS=1 python -m experiments.tiny.range_rule                               all runs
     OMP_NUM_THREADS=1 python -m experiments.tiny.range_rule --models 1 3 --tasks long    a part

@@ -6,7 +6,7 @@
 The model guesses a hidden digit. The environment replies whether the digit is higher (+) or lower
 (-), and the model guesses again. The reward of a turn is 1 for the digit, 1/9 less for each digit
 of distance, and 0 if the answer is not one digit. Everything else is train_math.py. The model is
-tiny and starts with random weights, so a CPU is enough. turns.md shows the output.
+tiny and starts with random weights, so a CPU is enough. other_losses.md shows the output.
 """
 import argparse
 import itertools
