@@ -38,7 +38,7 @@ def group_advantages(rewards, group_size, std_eps=1e-4):
     rewards (B,), where each `group_size` adjacent ones belong to one prompt -> (B,). The standard
     deviation is that of a sample (n - 1), as in torch, TRL and verl. std_eps has the unit of the
     rewards. It is not in the paper, and avoids a division by 0. Equal rewards give exactly 0.
-    ValueError: rewards that are not a finite tensor (B,); a group_size below 2 or not dividing B."""
+    ValueError: rewards that are no finite tensor (B,); a group_size below 2 or not dividing B."""
     if not torch.is_tensor(rewards):
         raise ValueError(f"rewards must be a tensor, not a {type(rewards).__name__}")
     _require(rewards.dim() == 1, rewards=rewards)
