@@ -2,13 +2,13 @@
 minute.
 
     python -m experiments.comparisons NAME         an experiment of settings.py; `all` for all
-    python -m experiments.comparisons.report all   tables and pictures again, without training
+    python -m experiments.tables --pictures        tables and pictures again, without training
 
 Every variant is trained by train_math.train from three starting models, which were trained before
 RL ("cold starts" in the code and the tables). The parts of train_math.py that a variant replaces
 (parts.py, successors.py) are passed to that function.
 
-Each run adds one line to results/comparisons/runs.jsonl. A run that is in this file is not
+Each run adds one line to results/comparisons/runs.jsonl.gz. A run that is in this file is not
 repeated. If the command is interrupted, run it again to continue. A variant that belongs to two
 experiments is run once. After a change of the settings or of a part, use --results FOLDER, because
 the old runs would otherwise be reused. The starting models are kept in runs/comparisons, and those
@@ -28,14 +28,23 @@ import torch
 from tqdm import tqdm
 
 import train_math
-from common.logs import append, read
-from common.tiny_model import tiny_tokenizer
+from common.logs import append
+from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments.comparisons import parts, successors
-from experiments.comparisons.report import RESULTS, arms_of, clips_as_logged, comparable, report
+from experiments.comparisons.report import (
+    LOG,
+    RESULTS,
+    clips_as_logged,
+    comparable,
+    read_runs,
+    report,
+    variants_of,
+)
 from experiments.comparisons.settings import (
     EXPERIMENTS,
     GSPO,
     NO_LOWER_BOUND,
+    RETIRED,
     TASKS,
     settings_of,
 )
@@ -66,7 +75,7 @@ def cold_start(task, cold):
     if not folder.exists():
         torch.set_num_threads(1)
         tokenizer = tiny_tokenizer()
-        model = TASKS[task].make(tokenizer, cold)
+        model = tiny_model(tokenizer, cold)
         TASKS[task].teach(model, tokenizer, cold)
         right = {t: accuracy(model, tokenizer, task, cold, temperature=t)
                  for t in (1.0, 0.6, 0.3, 0.0)}
@@ -84,14 +93,12 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
     torch.manual_seed(cold)
     questions = TASKS[task].questions(name, 256)
     cfg = settings_of(task)
-    if task == "two turns":
-        return parts.TwoTurns(tokenizer, False).right(model, questions, temperature, cfg)
     found = train_math.evaluate(
         model, tokenizer, questions, cfg, temperature, reward=parts.task_reward)
     return found["eval_reward"]
 
 
-def pieces_of(spec, model, tokenizer):
+def pieces_of(spec):
     """{name: function}: the functions that replace those of train_math.py in this variant."""
     pieces = {"reward": parts.task_reward}
 
@@ -107,22 +114,8 @@ def pieces_of(spec, model, tokenizer):
         pieces["loss"] = loss if clips_as_logged(spec) else fixed_range(loss, spec["eps"])
         if spec["successor"] == "dr_grpo":
             pieces["group_advantages"] = successors.centred_advantages
-    if "advantages" in spec:
-        pieces["group_advantages"] = getattr(parts, spec["advantages"])
     if "autocast" in spec:
         pieces["response_log_probs"] = parts.bf16_log_probs
-    if "critic" in spec:
-        critic = parts.Critic(model, spec["critic"])
-        take(critic, "loss", "group_advantages", "response_log_probs")
-    if "step_rewards" in spec:
-        modulo = 10 if spec["task"] == "long" else None
-        credit = parts.StepAdvantages(tokenizer, modulo, both=spec["step_rewards"] == "both")
-        take(credit, "group_advantages", "build_minibatches")
-    if "turns" in spec:
-        turns = parts.TwoTurns(tokenizer, own=spec["turns"] == "own")
-        take(turns, "rollout", "reward", "group_advantages", "build_minibatches")
-    if "replay" in spec:
-        take(parts.RoutingReplay(model, spec["replay"]), "response_log_probs")
     if "engine" in spec:
         engine = parts.Engine(*spec["engine"])
         take(engine, "rollout", "build_minibatches", "response_log_probs")
@@ -155,16 +148,14 @@ def clip_range(spec):
 
 
 def train(spec, model, tokenizer, seed):
-    """Trains one variant. Returns its rows of metrics, and its RoutingReplay if it has one."""
+    """Trains one variant. Returns its rows of metrics."""
     names = "algorithm", "epochs", "minibatches", "learning_rate", "max_steps"
     own = {name: spec[name] for name in names if name in spec}
     low, high = clip_range(spec)
     cfg = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
     questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
-    pieces = pieces_of(spec, model, tokenizer)
-    rows = train_math.train(cfg, model, tokenizer, questions, **pieces)
-    replay = pieces["response_log_probs"].__self__ if "replay" in spec else None
-    return rows[1:], replay
+    rows = train_math.train(cfg, model, tokenizer, questions, **pieces_of(spec))
+    return rows[1:]
 
 
 def run(spec, cold, seed):
@@ -172,13 +163,13 @@ def run(spec, cold, seed):
     torch.set_num_threads(1)
     task = spec["task"]
     start = cold_start(task, cold)
-    row = {"arm": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start}
+    row = {"variant": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start}
     model, tokenizer = train_math.load(cold_folder(task, cold), "cpu")
     try:
         if "first" in spec:
             train(spec["first"], model, tokenizer, seed)
             row["start"] = accuracy(model, tokenizer, task, cold)
-        steps, replay = train(spec, model, tokenizer, seed + 50 * ("first" in spec))
+        steps = train(spec, model, tokenizer, seed + 50 * ("first" in spec))
     except FloatingPointError as problem:  # it diverged, which counts as an accuracy of 0
         return {**row, "accuracy": 0.0, "probe": 0.0, "greedy": 0.0, "problem": str(problem)}
     row["accuracy"] = accuracy(model, tokenizer, task, cold)
@@ -188,8 +179,6 @@ def run(spec, cold, seed):
         row[name] = [four_digits(step[name]) for step in steps]
     if not clips_as_logged(spec):
         del row["clip_fraction"]  # it is computed for a clip that this variant does not have
-    if replay:
-        row["experts_changed"] = [four_digits(x) for x in replay.changed if x > 0]
     return row
 
 
@@ -200,11 +189,11 @@ def four_digits(x):
 # ---- all runs of an experiment -------------------------------------------------------------------
 
 
-def missing(arms, colds, seeds, path):
+def missing(variants, colds, seeds, path):
     """The arguments of run() for the runs that are not in the logs yet."""
-    there = [(row["arm"], row["cold"], row["seed"]) for row in read(path)]
+    there = [(row["variant"], row["cold"], row["seed"]) for row in read_runs(path)]
     wanted = []
-    for k, cold, spec in itertools.product(range(seeds), range(colds), arms):
+    for k, cold, spec in itertools.product(range(seeds), range(colds), variants):
         job = spec, cold, 100 * cold + k
         if job not in there + wanted:
             wanted.append(job)
@@ -216,10 +205,10 @@ def call(job):
     return function(*arguments)
 
 
-def run_all(arms, colds, seeds, jobs, path):
+def run_all(variants, colds, seeds, jobs, path):
     """Makes the missing starting models and runs, in `jobs` processes. Returns the rows of these
     variants, from those seeds that every variant has."""
-    wanted = missing(arms, colds, seeds, path)
+    wanted = missing(variants, colds, seeds, path)
     if wanted:
         starts = sorted({(spec["task"], cold) for spec, cold, _ in wanted})
         starts = [(cold_start, *start) for start in starts]
@@ -234,13 +223,14 @@ def run_all(arms, colds, seeds, jobs, path):
                 append(path, row)
             pool.close()
             pool.join()
-    return comparable(arms, read(path))
+    return comparable(variants, read_runs(path))
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m experiments.comparisons",
                                      description=__doc__.split("\n\n")[0])
-    parser.add_argument("name", choices=[*EXPERIMENTS, "all"], help="the experiment")
+    names = [name for name in EXPERIMENTS if name not in RETIRED]
+    parser.add_argument("name", choices=[*names, "all"], help="the experiment")
     parser.add_argument("--colds", type=int, default=3, help="number of starting models")
     parser.add_argument("--seeds", type=int, default=1, help="number of runs per starting model")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
@@ -252,6 +242,6 @@ def main():
         parser.error("--colds, --seeds and --jobs must be at least 1")
     for folder in (args.results, COLD):
         folder.mkdir(parents=True, exist_ok=True)
-    for name in EXPERIMENTS if args.name == "all" else [args.name]:
-        run_all(arms_of(name), args.colds, args.seeds, args.jobs, args.results / "runs.jsonl")
+    for name in names if args.name == "all" else [args.name]:
+        run_all(variants_of(name), args.colds, args.seeds, args.jobs, args.results / LOG)
         report(name, args.results)

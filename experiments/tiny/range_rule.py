@@ -7,8 +7,8 @@ The movement is the median of log_ratio_std over rollouts 2 to 4. A starting mod
 minutes of one idle core on the long task, and 15 minutes on the small world. Each run is a line of
 results/tiny/range_rule.jsonl, and no run is made twice. If the command is interrupted, run it again
 to continue. Several processes can divide the work if each has its own models or its own task. At
-the end, the tables are printed and written to results/tiny/range_rule.md, and
-results/tiny/range_rule.png is drawn. With --models 0, this is all that is done.
+the end, the tables are printed and written to results/tiny/range_rule.md. With --models 0, this is
+all that is done.
 """
 import argparse
 import statistics
@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 import train_math
 from common.intervals import mean_difference
@@ -171,44 +170,6 @@ def tables(rows):
     return "\n".join(lines) + "\n"
 
 
-def draw(rows, path):
-    """Accuracy against the clip range in units of the movement, for few and for many updates."""
-    figure = Figure((11, 6.4), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    gaps = []
-    for key in settings():
-        task, updates, learning_rate = key
-        found, finished = runs_of(rows, key)
-        if not finished:
-            continue
-        axis = axes[int(updates >= 16)]
-        line, marker = {"long": ("-", "o"), "world": ("--", "s")}[task]
-        color = {1e-4: "#56B4E9", 3e-4: "#0072B2"}[learning_rate]
-        curves = [[100 * found[start, factor]["accuracy"] for factor in FACTORS]
-                  for start in finished]
-        for values in curves:
-            axis.plot(FACTORS, values, line, color=color, alpha=0.3, linewidth=0.7)
-        means = [statistics.fmean(values) for values in zip(*curves)]
-        gaps.append(max(means) - means[FACTORS.index(RULE)])
-        name = {"long": "long task", "world": "small world"}[task]
-        axis.plot(FACTORS, means, line, marker=marker, color=color, linewidth=2.5,
-                  label=f"{name}, {updates} updates, learning rate {learning_rate:g}, "
-                        f"{len(finished)} models")
-    for axis, title in zip(axes, ("4 updates per rollout", "16 or 32 updates per rollout")):
-        axis.set(xscale="log", xticks=FACTORS, xticklabels=[f"{x:g}" for x in FACTORS],
-                 xlabel="lower clip range / log_ratio_std in rollouts 2 to 4 (log scale)",
-                 ylim=(0, 100), title=title)
-        axis.axvline(RULE, color="gray", linewidth=0.8)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12),
-                    title="bold: mean; thin: one starting model; gray line: 0.5 times")
-    axes[0].set_ylabel("sampled accuracy after GSPO (%)")
-    close = sum(gap <= 5 for gap in gaps)
-    figure.suptitle(f"A lower range of {RULE} times log_ratio_std is at most 5 points below the "
-                    f"best of four ranges in {close} of {len(gaps)} settings")
-    figure.savefig(path, dpi=150)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", type=int, nargs="+", choices=range(7), default=range(1, 7),
@@ -224,11 +185,8 @@ def main():
                 key = task, updates, learning_rate, MODELS[task][model - 1]
                 for factor in (None, *FACTORS):
                     run(key, factor)
-    rows = read(LOG)
-    text = tables(rows)
+    text = tables(read(LOG))
     (RESULTS / "range_rule.md").write_text(text)
-    if rows:
-        draw(rows, RESULTS / "range_rule.png")
     print(text)
 
 
