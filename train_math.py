@@ -371,7 +371,6 @@ def main(argv=None, reward=correctness_reward, on_step=None, user_state=None, **
     """The script. on_step, user_state and the functions that are replaced are those of train()."""
     cfg = parse_settings(argv)
     parts = replace_parts(Parts(reward), replaced)
-    algorithm = ALGORITHMS[cfg.algorithm]
     with guarded_run(cfg) as stopped:
         with exits_with(f"--dataset {cfg.dataset}"):
             questions, held_out = load_questions(cfg, reward)
@@ -379,7 +378,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, user_state=None, **
             state = load_state(cfg, questions)
         with exits_with(f"--model {cfg.model} --device {cfg.device}"):
             model, tokenizer = parts.load(cfg.model, cfg.device)
-            check_model(model, tokenizer, questions + held_out, cfg, parts, algorithm)
+        with exits_with("a trial of the model and the parts", ValueError):
+            check_model(model, tokenizer, questions + held_out, cfg, parts, ALGORITHMS)
         tqdm.write(f"{cfg.model}: {model.num_parameters():,} parameters on {cfg.device}; "
                    f"{len(questions):,} questions and {len(held_out):,} held-out ones")
         train(cfg, model, tokenizer, questions, held_out, state, stopped, on_step, user_state,

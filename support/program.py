@@ -44,8 +44,7 @@ def check_values(cfg, algorithms):
             raise ValueError(f"--{setting.name} {value} is out of range")
     if cfg.prompts_per_step % cfg.minibatches:
         raise ValueError("--prompts_per_step must be a multiple of --minibatches")
-    one = torch.ones(1)
-    clipped_objective(one, one, *cfg.clip_range())  # raises if the range cannot be one
+    clipped_objective(torch.ones(1), torch.ones(1), *cfg.clip_range())  # checks the clip range
 
 
 def replace_parts(parts, replaced):
@@ -64,14 +63,15 @@ def parse(settings, argv=None):
 
 
 @contextlib.contextmanager
-def exits_with(what):
-    """If anything fails in this block, the program ends with one line that names the reason."""
+def exits_with(what, errors=Exception):
+    """If one of these errors is raised in this block, the program ends with one line."""
     try:
         yield
-    except (torch.OutOfMemoryError, RewardError):
+    except torch.OutOfMemoryError:
         raise  # guarded_run says what helps
-    except Exception as error:  # libraries raise many kinds
-        sys.exit(f"train_math.py: {what}: {error.__cause__ or error!r:.400}")
+    except errors as error:
+        reason = error if isinstance(error, RewardError) else error.__cause__ or error
+        sys.exit(f"train_math.py: {what}: {reason!r:.400}")
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ file: train_math.main(reward=my_reward).
 import copy
 import math
 import re
+import traceback
 
 import torch
 
 
-class RewardError(Exception):
-    """The reward function raised an exception, which is the cause of this one."""
+class RewardError(ValueError):
+    """The reward function raised an exception, or returned something that is not a reward."""
 
 
 def score(reward, questions, texts, **more):
@@ -29,7 +30,9 @@ def score(reward, questions, texts, **more):
         returned = reward(prompts=[row["question"] for row in questions], completions=list(texts),
                           **columns, **more)
     except Exception as error:
-        raise RewardError(f"the reward {name} raised {error!r}") from error
+        lines = traceback.extract_tb(error.__traceback__)[1:2]  # where in the reward function
+        place = "".join(f" in {line.filename}, line {line.lineno}" for line in lines)
+        raise RewardError(f"the reward {name} raised {error!r}{place}") from error
     rewards = []
     if not isinstance(returned, (str, dict, set)):  # these have no numbers, or no order
         try:

@@ -51,10 +51,7 @@ def next_logits(model, cache, ids, mask, positions):
 def next_tokens(logits, temperature):
     """(tokens (n, 1), their log-probs (n, 1)), drawn at this temperature or, at 0, greedy."""
     probs = torch.softmax(logits.float() / (temperature or 1), dim=-1)
-    if temperature:
-        tokens = draw_tokens(probs)
-    else:
-        tokens = probs.argmax(-1, keepdim=True)
+    tokens = draw_tokens(probs) if temperature else probs.argmax(-1, keepdim=True)
     return tokens, probs.gather(1, tokens).log()
 
 

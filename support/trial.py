@@ -17,11 +17,12 @@ from support.sampling import check_rollout
 UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
-def check_model(model, tokenizer, questions, cfg, parts, algorithm):
+def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     """Try all that a step calls, apart from the optimizer and the metrics, on two short responses.
 
-    parts, algorithm: Parts and an Algorithm of train_math. ValueError: the model or a part cannot
-    be used. RewardError: as in score."""
+    parts, algorithms: Parts and ALGORITHMS of train_math. ValueError: the model or a part cannot be
+    used."""
+    algorithm = algorithms[cfg.algorithm]
     model.eval()
     check_trainable(model)
     questions = copy.deepcopy(questions)
