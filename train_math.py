@@ -357,11 +357,11 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
             if held_out and (is_last or step % (cfg.eval_steps or cfg.save_steps) == 0):
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
                 run.results = row.pop("eval_results")
-            run.report()
             if on_step:
                 on_step(dict(row))
             if is_last or step % cfg.save_steps == 0 or stopped:
                 run.save()
+            run.report()
             if stopped:
                 break
     return run.rows

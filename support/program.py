@@ -93,6 +93,9 @@ def guarded_run(cfg):
 
     with exits_with(f"--output_dir {cfg.output_dir}"):
         cfg.output_dir = os.path.abspath(cfg.output_dir)  # a reward may change the directory
+        found = set(os.listdir(cfg.output_dir)) if os.path.exists(cfg.output_dir) else set()
+        if "state.pt" not in found and found - {"lock", "partial"}:
+            raise ValueError("the folder is not empty and holds no run that can be resumed")
         lock = locked(cfg.output_dir)
     if threading.current_thread() is threading.main_thread():
         for number in signal.SIGINT, signal.SIGTERM:

@@ -51,6 +51,17 @@ def constant_reward(prompts, completions, **columns):
     return [0.3] * len(completions)
 
 
+def rollout_of(prompts, responses, log_probs=None, is_sampled=None):
+    """A Rollout of these token ids: a prompt for each response."""
+    if log_probs is None:
+        log_probs = torch.zeros(len(responses), max(map(len, responses), default=0))
+    if is_sampled is None:
+        is_sampled = [[True] * len(response) for response in responses]
+    texts = [str(response) for response in responses]
+    return train_math.Rollout(
+        sums(len(responses)), prompts, responses, log_probs, texts, is_sampled)
+
+
 def gspo_loss_that_kills(call):
     """gspo_loss, but the call with this number kills the process, so that nothing is saved."""
     calls = itertools.count(1)
@@ -156,6 +167,17 @@ def assert_same(whole, folder):
         assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
     weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole, folder)]
     assert weights[0] == weights[1]
+
+
+@pytest.fixture
+def own_loss(monkeypatch):
+    """A function that gives GSPO another loss for one test."""
+
+    def replace(loss, algorithm="gspo", **more):
+        row = train_math.ALGORITHMS[algorithm]._replace(loss=loss, **more)
+        monkeypatch.setitem(train_math.ALGORITHMS, algorithm, row)
+
+    return replace
 
 
 @pytest.fixture
