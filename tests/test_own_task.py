@@ -608,10 +608,13 @@ class TestOneRollout:
         def generate(model, prompts, group_size, max_length, given, end_ids):
             return train_math.generate(model, prompts, group_size, max_length, temperature, end_ids)
 
+        def reward(completions, **columns):
+            return [i % 2 for i in range(len(completions))]
+
         with torch.no_grad():
             fresh[0].lm_head.weight.mul_(8)
-        row = train_math.train(settings(max_steps=1), *fresh, sums(4), reward=parity_reward,
-                               generate=generate)[1]
+        row = train_math.train(
+            settings(max_steps=1), *fresh, sums(4), reward=reward, generate=generate)[1]
         assert ("sampler_gap is above 0.1" in str(row.get("notes"))) is is_noted
         assert (row["sampler_gap"] > 0.1) is is_noted
 
