@@ -30,22 +30,13 @@ def fibonacci(rng, least, most, slips=0.0, gives_up=0.0):
     probability `slips`, a step has a random digit as its result, and later steps use this digit.
     With the probability `gives_up`, the steps end early, and a random digit is the answer."""
     n = rng.randint(least, most)
-    a = rng.randrange(10)
-    b = rng.randrange(10)
+    pair = rng.randrange(10), rng.randrange(10)
+    labels = LABELS[:n][::-1]
     steps = rng.randrange(n) if rng.random() < gives_up else n
-    true = [a, b]
-    told = [a, b]
-    written = ""
-    for i in range(n):
-        true.append(sum(true[-2:]) % 10)
-        if i < steps:
-            u, v = told[-2:]
-            w = rng.randrange(10) if rng.random() < slips else (u + v) % 10
-            written += f"{LABELS[n - 1 - i]}{u}+{v}={w}"
-            told.append(w)
-    given = told[-1] if steps == n else rng.randrange(10)
-    return {"question": f"{a}{b}{LABELS[n - 1]}", "answer": f"#### {true[-1]}",
-            "worked": f"{written}\n#### {given}"}
+    text, digit = tiny.sums(pair, labels[:steps], rng, slips)
+    given = digit if steps == n else rng.randrange(10)
+    return {"question": f"{pair[0]}{pair[1]}{labels[0]}",
+            "answer": f"#### {tiny.sums(pair, labels)[1]}", "worked": f"{text}\n#### {given}"}
 
 
 def long_questions(seed, n, least=20, most=32):
