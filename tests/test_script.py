@@ -1,6 +1,7 @@
 """train_math.py as a program: each test runs it in a process of its own."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,17 +12,11 @@ import torch
 
 import train_math
 from common.logs import read
-from tests.conftest import assert_same, copy_script, run, run_code, without_clocks, write_jsonl
+from tests.conftest import TOP, assert_same, copy_script, run, run_code, without_clocks, write_jsonl
 
-OWN_ALGORITHM = """
-import train_math
-
-
-def cispo_loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
-    ratio = (log_probs - old_log_probs).exp().clamp(1 - eps_low, 1 + eps_high).detach()
-    objective = (ratio * advantages[:, None] * log_probs * mask).sum(1) / mask.sum(1)
-    return -objective.sum() / denominator
-
+PAGE = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+CISPO = re.search(r"```python\n(import train_math.*?)train_math\.main\(\)", PAGE, re.DOTALL)[1]
+OWN_ALGORITHM = CISPO + """
 
 def centred(rewards, group_size):
     groups = rewards.view(-1, group_size)
