@@ -611,8 +611,6 @@ class TestOneRollout:
         def reward(completions, **columns):
             return [i % 2 for i in range(len(completions))]
 
-        with torch.no_grad():
-            fresh[0].lm_head.weight.mul_(8)
         row = train_math.train(
             settings(max_steps=1), *fresh, sums(4), reward=reward, generate=generate)[1]
         assert ("sampler_gap is above 0.1" in str(row.get("notes"))) is is_noted
