@@ -4,6 +4,7 @@ import functools
 import shutil
 
 import pytest
+import torch
 
 from common.logs import read, write
 from experiments.qwen import sums
@@ -112,12 +113,14 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
         asked.append(str(name))
         return None, None
 
-    def sample(model, tokenizer, questions, group_size, temperature, cfg, **replaced):
+    def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
         asked.append(temperature)
         if temperature == 0.6 and len(asked) < 5:
             raise KeyboardInterrupt
         n = len(questions)
-        return sums.train_math.Rollout(None, [[1, 2]] * n, ["3 * 17 = 51"] * n, None)
+        return sums.train_math.Rollout(
+            questions, [[1]] * n, [[1, 2]] * n, torch.zeros(n, 2), ["3 * 17 = 51"] * n,
+            [[True, True]] * n)
 
     def train(argv, reward):
         trained.append(sums.train_math.parse_settings(argv))
