@@ -6,7 +6,17 @@
 The model guesses a hidden digit. The environment replies whether the digit is higher (+) or lower
 (-), and the model guesses again. The reward of a turn is 1 for the digit, 1/9 less for each digit
 of distance, and 0 if the answer is not one digit. Everything else is train_math.py. The model is
-tiny and starts with random weights, so a CPU is enough.
+tiny and starts with random weights, so a CPU is enough. The first command prints:
+
+    step 1: reward 0.00 in turn 1, 0.00 in turn 2
+    step 20: reward 0.69 in turn 1, 0.72 in turn 2
+    step 40: reward 0.72 in turn 1, 0.86 in turn 2
+    step 60: reward 0.72 in turn 1, 0.88 in turn 2
+
+Without the reply, a mean reward of 0.72 is the best possible. In turn 2, 0.89 is. So the model uses
+the reply. It is not shown that an advantage for each turn helps: with three seeds, the reward of
+turn 2 is 0.88, 0.81 and 0.81 with an advantage for each turn, and 0.88, 0.72 and 0.88 with one
+(logs not kept).
 """
 import argparse
 import itertools
