@@ -13,6 +13,7 @@ import train_math
 from common.logs import write
 from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments.comparisons import parts, report, runs, settings, successors
+from experiments.precision import rounding
 from experiments.tiny import exact
 from gspo import clip_fraction, grpo_loss, gspo_loss, sequence_ratio
 
@@ -293,6 +294,12 @@ def test_bf16_log_probs_are_rounded_and_returned_in_float32(model):
     assert 1e-5 < error < 0.1
     rounded.sum().backward()
     assert model.lm_head.weight.grad.norm() > 0
+
+
+def test_rounding_decodes_given_responses(model):
+    prompts = [[5, 6], [7]]
+    responses, log_probs = rounding.generate(model, prompts, 6)
+    assert_close(rounding.decode(model, prompts, responses), log_probs)
 
 
 class TestTasks:
