@@ -12,6 +12,7 @@ blanks, and it counts only if all blanks are correct. The tests find the phases 
 a table of six weights, whose gradient fits on one line.
 """
 import ast
+import copy
 import functools
 import importlib.util
 import itertools
@@ -346,6 +347,12 @@ class Run:
 
 
 def tiny_qwen():
+    """A copy of a tiny model with random weights."""
+    return copy.deepcopy(first_qwen())
+
+
+@functools.cache
+def first_qwen():
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=WORDS,
