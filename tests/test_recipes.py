@@ -13,13 +13,14 @@ import torch
 
 import train_math
 from common.logs import read
+from common.tiny_model import tiny_tokenizer
 from tests.conftest import TOP, parity_reward, run_code, without_clocks
 
 PAGE = (TOP / "guides" / "own_task.md").read_text(encoding="utf-8")
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
 FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_tokens", "200",
          "--eps_low", str(EPS_LOW), "--eps_high", str(EPS_HIGH), "--max_steps", "3"]
-DIGITS = "0123456789"
+PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 
 
 def block(containing):
@@ -150,6 +151,8 @@ def kl(model, rollouts, i, indices):
 def tis(model, rollouts, i, indices):
     start, rollout = rollouts[-1]
     loss, _, old = gspo(model, start, rollout, i)
+    lengths = [len(response) for response in rollout.responses]
+    assert min(lengths) * 0.04 < 0.69 < max(lengths) * 0.04, "some weights are truncated"
     weight = (old.sum() - rollout.log_probs[i, :len(old)].sum()).exp().item()
     return loss * min(weight, 2)
 
@@ -161,27 +164,35 @@ def off_policy(model, rollouts, i, indices):
 
 def tools(model, rollouts, i, indices):
     start, rollout = rollouts[-1]
+    assert not all(map(all, rollout.is_sampled))
+    response = rollout.responses[i]
+    for t in range(2, len(response)):
+        if rollout.is_sampled[i][t - 2] and response[t - 2] in DIGITS:
+            assert rollout.is_sampled[i][t - 1:t + 1] == [False, False]
+            assert response[t - 1:t + 1] == [PLUS, response[t - 2]]
     return gspo(model, start, rollout, i)[0]
 
 
 def other_log_probs(names, parts):
-    """An engine whose probabilities are 8% smaller, so that the weight of long responses is 2."""
+    """An engine whose probabilities are 4% smaller, so that the weights of long responses reach 2."""
 
     def generate(*arguments):
         responses, log_probs = train_math.generate(*arguments)
-        return responses, log_probs - 0.08
+        return responses, log_probs - 0.04
 
     parts["generate"] = generate
 
 
 def calculator(names, parts):
     """After each digit that the model samples, a tool writes '+' and the digit."""
-    tokenizer = names["tokenizer"]
-    digits = torch.tensor(tokenizer.convert_tokens_to_ids(list(DIGITS)))
-    plus = tokenizer.convert_tokens_to_ids("+")
-    names["reply"] = lambda turn: [plus, turn[-1]] if turn[-1] in digits else []
+    names["reply"] = lambda turn: [PLUS, turn[-1]] if turn[-1] in DIGITS else []
     generate = names["generate"]
-    parts["generate"] = lambda *others: generate(*others[:-1], torch.cat([others[-1], digits]))
+
+    def with_calls(*others):
+        *others, end_ids = others
+        return generate(*others, torch.cat([end_ids, torch.tensor(DIGITS)]))
+
+    parts["generate"] = with_calls
 
 
 @pytest.mark.parametrize("name, direct, prepare", [
@@ -201,3 +212,61 @@ def test_gradients_agree_with_formulas(recipe, name, direct, prepare):
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)])
         found = torch.cat([g.flatten() for g in grads])
         assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_the_curriculum_draws_by_the_pass_rates(recipe, monkeypatch, tmp_path):
+    """The draws of each step are repeated from the rewards of the steps before it."""
+    monkeypatch.setattr(train_math, "correctness_reward", lambda prompts, completions, answer:
+                        parity_reward(prompts, completions))
+    *_, rollouts = recipe("curriculum")[-1]
+    rates = torch.full([26], 0.5)  # 30 questions, of which 4 are held out
+    for step, (_, rollout) in enumerate(rollouts, 1):
+        torch.manual_seed(step)
+        drawn = torch.multinomial(rates * (1 - rates) + 0.01, 4).tolist()
+        assert [row["index"] for row in rollout.questions] == [i for i in drawn for _ in range(4)]
+        for row, passed in zip(rollout.questions, parity_reward(None, rollout.texts)):
+            rates[row["index"]] += 0.1 * (passed - rates[row["index"]])
+    state = torch.load(tmp_path / "run" / "state.pt")
+    assert torch.equal(state["user_state"]["pass_rates"], rates)
+
+
+BEFORE = """
+import os, signal, train_math
+from tests.conftest import parity_reward
+from tests.test_recipes import calculator
+
+main = train_math.main
+train_math.correctness_reward = lambda prompts, texts, answer: parity_reward(prompts, texts)
+
+def on_step(row):
+    if row["step"] == {killed_in}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def with_kill(**parts):
+    parts = dict(reward=parity_reward) | parts
+    if "reply" in globals():
+        calculator(globals(), parts)
+    main(on_step=on_step, **parts)
+
+train_math.main = with_kill
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_run_continues(name, command, tmp_path):
+    """The process is killed after the updates of step 3. The run is saved after step 2."""
+    code, algorithm, _ = RECIPES[name]
+    found = []
+    for folder, killed_in in ("whole", None), ("killed", 3), ("killed", None):
+        status, _, errors = run_code(
+            BEFORE.format(killed_in=killed_in) + code, *command, *FLAGS, "--algorithm", algorithm,
+            "--output_dir", tmp_path / folder)
+        assert status == (-signal.SIGKILL if killed_in else 0), errors
+        found.append((without_clocks(read(tmp_path / folder / "metrics.jsonl")),
+                      torch.load(tmp_path / folder / "state.pt")))
+    (whole, state), (_, killed_state), (resumed, resumed_state) = found
+    assert [row["step"] for row in killed_state["rows"]] == [0, 1, 2]
+    assert whole == resumed and whole[3]["grad_norm"] > 0
+    for part in "model", "user_state":
+        torch.testing.assert_close(state[part], resumed_state[part], rtol=0, atol=0)
