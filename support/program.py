@@ -1,7 +1,4 @@
-"""The program around train_math.py: flags, a lock, signals, and one line for each error.
-
-A new check of a setting goes into check_values, and a new safeguard into guarded_run.
-"""
+"""The program around train_math.py: flags, a lock, signals, and one line for each error."""
 import contextlib
 import os
 import signal

@@ -1,8 +1,4 @@
-"""The rows and files of a run of train_math.py: saving, reporting and resuming.
-
-What is to be saved or printed goes into Run. Settings that may differ when a run is resumed go into
-MAY_CHANGE.
-"""
+"""The rows and files of a run of train_math.py: saving, reporting and resuming."""
 import contextlib
 import json
 import os

@@ -1,7 +1,4 @@
-"""The trial of train_math.py: a model and the parts of a step, before the long work begins.
-
-A new check of a model goes into check_prompts.
-"""
+"""The trial of train_math.py: a model and the parts of a step, before the long work begins."""
 import copy
 import itertools
 from dataclasses import replace

@@ -23,6 +23,17 @@ from common.tiny_model import tiny_model, tiny_tokenizer
 TOP = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # models this small are slower on several
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: is skipped unless -m is given")
+
+
+def pytest_collection_modifyitems(config, items):
+    skip = pytest.mark.skip(reason='is slow; to run all tests: -m "slow or not slow"')
+    for item in items:
+        if item.get_closest_marker("slow") and not config.option.markexpr:
+            item.add_marker(skip)
+
+
 SMALL = {
     "device": "cpu",
     "max_steps": 6,

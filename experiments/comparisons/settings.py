@@ -348,6 +348,9 @@ EXPERIMENTS = {
         "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1),
         "1 epoch, early ranges": both(**EARLY, epochs=1),
     },
+    "range_few": {  # the best range on other questions, and the paper's
+        "GSPO, 1 epoch": ranges(GSPO, (3e-4, 0.003, 0.01), epochs=1),
+    },
     "learning_rate": {
         "learning rate 1e-4": both(**EARLY, learning_rate=1e-4),
         "3e-4": both(**EARLY),
