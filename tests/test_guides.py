@@ -217,6 +217,33 @@ def test_an_engine_in_half_precision_passes_the_trial(fresh, engine):
         trial(another_model)
 
 
+def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
+    """Gradient checkpointing keeps less for the backward pass, and changes no number."""
+    recipe = names_of("own_task.md", "gradient_checkpointing_enable")
+    weights = []
+    kept = []
+    for load, parts in [(train_math.load, {}), (recipe["load"], {
+            "response_log_probs": recipe["response_log_probs"]})]:
+        model, tokenizer = load(str(world / "model"), "cpu")
+        numbers = 0
+
+        def count(x):
+            nonlocal numbers
+            numbers += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            rows = train_math.train(settings(max_steps=2), model, tokenizer, sums(8),
+                                    reward=parity_reward, **parts)
+        assert rows[-1]["log_ratio_first_max"] == 0 and not model.training
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        kept.append(numbers)
+    before, _ = train_math.load(str(world / "model"), "cpu")
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], torch.cat([p.flatten() for p in before.parameters()]))
+    assert kept[1] < kept[0] / 2
+
+
 # ---- paste.md ------------------------------------------------------------------------------------
 
 

@@ -174,7 +174,7 @@ def tools(model, rollouts, i, indices):
 
 
 def other_log_probs(names, parts):
-    """An engine whose probabilities are 4% smaller, so that the weights of long responses reach 2."""
+    """An engine whose probabilities are 4% smaller: the weights of long responses reach 2."""
 
     def generate(*arguments):
         responses, log_probs = train_math.generate(*arguments)
