@@ -27,13 +27,13 @@ from common import logs
 
 FILES = ["train_math.py", *map(str, sorted(Path("support").glob("*.py")))]
 TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers", "test_bad_inputs",
-         "test_more_bad_inputs", "test_forks", "test_script")
+         "test_more_bad_inputs", "test_guides", "test_script")
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, And Or, BitAnd BitOr"
 SWAPPED = {ast.Mod: ast.Mult, ast.FloorDiv: ast.Div, ast.Pow: ast.Mult}
 for pair in PAIRS.split(", "):
     one, other = (getattr(ast, name) for name in pair.split())
     SWAPPED |= {one: other, other: one}
-IMPORTED_ANEW = ("train_math", "support", "tests.test_", "tests.forks", "tests.conftest", "common")
+IMPORTED_ANEW = ("train_math", "support", "tests.test_", "tests.conftest", "common")
 LIMIT = 900  # seconds for the tests of one mutation
 KINDS = {
     "constant": ast.Constant,
