@@ -283,7 +283,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
     denominator = len(rollout.responses) // cfg.minibatches  # includes responses without gradient
     updates = []  # for each optimizer step: a list of (micro-batch, log-probs, loss)
     grad_norms = []
-    for minibatch in minibatches * cfg.epochs:
+    for minibatch in minibatches * cfg.epochs:  # the same ones in every epoch
         update = []
         for batch in minibatch:
             log_probs = parts.response_log_probs(model, batch, cfg.temperature)
@@ -297,7 +297,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
         optimizer.zero_grad()
         updates.append(update)
 
-    check_finite(model, grad_norms, step)  # FloatingPointError: they are not
+    check_finite(model, grad_norms, step)  # FloatingPointError: the gradients or weights are not
     return {
         **own_metrics,
         "step": step,
