@@ -99,8 +99,8 @@ def run(name, seed):
 
 def table(logs):
     """A line for each variant."""
-    lines = ["| variant | norm of the gradient, step 1 | log_ratio_std, step 1 | mean reward of all "
-             "steps | greedy accuracy at the end | sampled accuracy at the end |", "|---" * 6 + "|"]
+    lines = ["| variant | grad_norm, step 1 | log_ratio_std, step 1 | reward, mean of all steps | "
+             "eval_reward at the end | reward at the end |", "|---" * 6 + "|"]
     for name in VARIANTS:
         runs = [log for log in logs if log["variant"] == name]
         if "stopped" in runs[0]:
