@@ -8,12 +8,14 @@ factor. All have the settings of the first run of the lesson. A run takes about 
 are in results/gradients.jsonl, with one line per run, and the table is results/gradients.md.
 """
 import argparse
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import train_math
+from common.intervals import mean_difference
 from common.logs import append, read
 from gspo import clipped_objective, gspo_loss, sequence_ratio
 from lesson import tiny
@@ -24,6 +26,7 @@ METRICS = ("reward", "eval_reward", "loss", "grad_norm", "clip_fraction", "log_r
            "equal_reward_groups")
 CAPTION = """`python -m lesson.gradients`: world 0, 16 rollouts, {seeds} seeds.
 Means over the runs. In brackets: the runs. Step 1 has the same responses in all variants.
+The difference is that of the mean reward, in points, with its 95% interval over the seeds.
 
 """
 
@@ -100,20 +103,24 @@ def run(name, seed):
 def table(logs):
     """A line for each variant."""
     lines = ["| variant | grad_norm, step 1 | log_ratio_std, step 1 | reward, mean of all steps | "
-             "eval_reward at the end | reward at the end |", "|---" * 6 + "|"]
+             "minus GSPO | eval_reward at the end | reward at the end |", "|---" * 7 + "|"]
+    first = None  # the mean rewards of the first variant
     for name in VARIANTS:
         runs = [log for log in logs if log["variant"] == name]
         if "stopped" in runs[0]:
-            lines.append(f"| {name} | stops: {runs[0]['stopped']} | | | | |")
+            lines.append(f"| {name} | stops: {runs[0]['stopped'].partition('.')[0]} | | | | | |")
             continue
         cells = []
         for metric, part, form in (
                 ("grad_norm", slice(1), ".3g"), ("log_ratio_std", slice(1), ".3g"),
                 ("reward", slice(None), ".1%"), ("eval_reward", slice(-1, None), ".1%"),
                 ("reward", slice(-1, None), ".1%")):
-            values = [sum(log[metric][part]) / len(log[metric][part]) for log in runs]
+            values = [statistics.mean(log[metric][part]) for log in runs]
             single = ", ".join(f"{value:{form}}" for value in values)
-            cells.append(f"{sum(values) / len(values):{form}} ({single})")
+            cells.append(f"{statistics.mean(values):{form}} ({single})")
+        rewards = [statistics.mean(log["reward"]) for log in runs]
+        first = first or rewards
+        cells.insert(3, mean_difference(rewards, first) if rewards != first else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return CAPTION.format(seeds=len(SEEDS)) + "\n".join(lines) + "\n"
 
