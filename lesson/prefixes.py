@@ -4,7 +4,8 @@
 
 A prefix is a question with the first tokens of a response. For each step, results/prefixes.jsonl
 has the fraction of the prefixes with one sample, the fraction of the tokens whose prefix has at
-least two, and the mean number of different responses in a group. A token is a character here.
+least two, and the mean number of different responses in a group. A token is a character here, and
+each response counts with an end token, also if it was cut.
 """
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +24,7 @@ def count(questions, texts):
     """The row of a rollout. texts: the responses, each to the question at the same place."""
     samples = Counter()
     for question, text in zip(questions, texts):
-        for n in range(len(text) + 1):  # the last token is the end token
+        for n in range(len(text) + 1):
             samples[question, text[:n]] += 1
     tokens = sum(samples.values())
     single = sum(n == 1 for n in samples.values())
