@@ -11,6 +11,7 @@ import argparse
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -57,17 +58,18 @@ def log_of_zero(model, batch, temperature):
 
 
 def times(factor):
-    def loss(*arguments, **keywords):
-        return factor * gspo_loss(*arguments, **keywords)
+    def loss(*arguments):
+        return factor * gspo_loss(*arguments)
     return loss
 
 
-def kept_only(*arguments, denominator):
+def kept_only(*arguments):
     """The mean over the responses that have a gradient. Here, a micro-batch is a minibatch."""
+    *arguments, _ = arguments  # the last one is the denominator
     return gspo_loss(*arguments)
 
 
-VARIANTS = {  # what is replaced in train_math.py
+VARIANTS = {  # the loss, or a part of train_math.py
     "GSPO": {},
     "s is not detached in GSPO-token: twice the gradient": {"loss": twice},
     "the old log-probs are the current ones, not detached: no gradient": {"loss": nothing},
@@ -89,8 +91,11 @@ def run(name, seed):
     cfg = replace(cfg, output_dir=None)
     questions, held_out = train_math.load_questions(cfg)
     model, tokenizer = train_math.load(folder / "model", "cpu")
+    parts = dict(VARIANTS[name])
+    algorithm = train_math.ALGORITHMS["gspo"]._replace(loss=parts.pop("loss", gspo_loss))
     try:
-        rows = train_math.train(cfg, model, tokenizer, questions, held_out, **VARIANTS[name])
+        with mock.patch.dict(train_math.ALGORITHMS, gspo=algorithm):
+            rows = train_math.train(cfg, model, tokenizer, questions, held_out, **parts)
     except FloatingPointError as error:
         return {"stopped": str(error)}
     values = {}

@@ -16,7 +16,7 @@ def value_and_gradient(loss):
     old = torch.randn(4, 7).double() * mask
     new = (old + 0.3 * torch.randn(4, 7) * mask).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 0.5, -2.0]).double()
-    value = loss(new, old, advantages, mask, 0.1, 0.1, denominator=4)
+    value = loss(new, old, advantages, mask, 0.1, 0.1, 4)
     return value.detach(), torch.autograd.grad(value, new)[0]
 
 
@@ -29,7 +29,7 @@ def test_a_forgotten_stop_gradient_doubles_the_gradient_and_not_the_value():
 
 def test_log_probs_minus_themselves_have_no_gradient():
     """The value is the one that gspo_loss has in the first update, where all ratios are 1."""
-    first, _ = value_and_gradient(lambda x, _, *rest, **more: gspo_loss(x, x, *rest, **more))
+    first, _ = value_and_gradient(lambda new, old, *others: gspo_loss(new, new, *others))
     value, gradient = value_and_gradient(gradients.nothing)
     assert value == first and (gradient == 0).all()
 
