@@ -1,4 +1,5 @@
 """lesson/gradients.py: what its bugs do to the gradient, and that its table is that of its logs."""
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -81,3 +82,18 @@ def test_prefixes_are_counted_per_question():
     row = prefixes.count(["x", "x", "y"], ["ab", "ac", "ab"])
     assert row == {"prefixes_with_one_sample": 5 / 7, "tokens_with_company": 4 / 9,
                    "different_responses_per_group": 1.5}
+
+
+@pytest.mark.parametrize("page", ["README.md", "find_the_bug.md"])
+def test_the_pages_show_the_means_of_the_table(page):
+    means = []
+    for line in (gradients.RESULTS / "gradients.md").read_text().splitlines():
+        cells = [re.sub(r" \(.*\)", "", cell.strip()) for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and "±" in cells[4]:
+            norm, _, reward, difference, accuracy, _ = cells[1:]
+            means.append((f"{float(norm):.2g}", reward, difference, accuracy))
+    text = (gradients.RESULTS.parent / page).read_text(encoding="utf-8")
+    rows = [tuple(row) for row in re.findall(
+        r"^\|[^|]*\| (\S+) \| (\S+%) \| ([+-]\S+ ± \S+) \| (\d+\.\d%).* \|$", text, re.M)]
+    rows = [(f"{float(norm):.2g}", *others) for norm, *others in rows]
+    assert len(rows) >= 3 and set(rows) <= set(means)
