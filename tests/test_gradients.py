@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.logs import read
-from gspo import gspo_loss
+from gspo import clipped_objective, gspo_loss, sequence_ratio
 from lesson import gradients, prefixes
 from train_math import response_log_probs
 
@@ -26,6 +26,29 @@ def test_a_forgotten_stop_gradient_doubles_the_gradient_and_not_the_value():
     its_value, its_gradient = value_and_gradient(gradients.twice)
     assert gradient.abs().max() > 0.01
     assert torch.allclose(its_value, value) and torch.allclose(its_gradient, 2 * gradient)
+
+
+@pytest.mark.parametrize("detached_s, detached_fraction, factor", [
+    (True, True, 1), (False, True, 2), (True, False, 0), (False, False, 1)])
+def test_the_two_stop_gradients_of_gspo_token(detached_s, detached_fraction, factor):
+    def loss(new, old, advantages, mask, eps_low, eps_high, denominator):
+        s = sequence_ratio(new, old, mask)[:, None]
+        own = (new - (new.detach() if detached_fraction else new)).exp()
+        ratio = (s.detach() if detached_s else s) * own
+        objective = clipped_objective(ratio, advantages[:, None], eps_low, eps_high)
+        return -((objective * mask).sum(1) / mask.sum(1)).sum() / denominator
+
+    value, gradient = value_and_gradient(gspo_loss)
+    its_value, its_gradient = value_and_gradient(loss)
+    assert torch.allclose(its_value, value)
+    assert torch.allclose(its_gradient, factor * gradient)
+
+
+def test_a_ratio_that_is_detached_before_the_clip_has_half_of_the_gradient_inside_the_range():
+    ratio = torch.tensor([1.05, 0.95], requires_grad=True)
+    clipped = ratio.detach().clamp(0.9, 1.1)
+    torch.minimum(ratio, clipped).sum().backward()
+    assert ratio.grad.tolist() == [0.5, 0.5]
 
 
 def test_log_probs_minus_themselves_have_no_gradient():
