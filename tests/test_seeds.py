@@ -45,7 +45,7 @@ def test_a_run_that_exists_is_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(seeds, "RESULTS", tmp_path)
     monkeypatch.chdir(tmp_path)
     line = {"variant": "GSPO", "world": 0, "seed": 1, "rows": [{"step": 0}]}
-    (tmp_path / "report.jsonl").write_text(json.dumps(line))
+    (tmp_path / "report.jsonl").write_text(json.dumps(line) + "\n")
     made = []
     monkeypatch.setattr(seeds.tiny, "world", lambda world: made.append(world))
     monkeypatch.setattr(seeds.tiny, "main", lambda flags: made.append(flags))
