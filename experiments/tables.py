@@ -7,21 +7,24 @@ Nothing is trained or measured. Not included are lesson/results/bugs.md, whose r
 (python -m lesson.find_the_bug --all), and the pictures of the lesson (`python -m lesson.seeds
 table`, `python -m lesson.clip_figure` and `python -m lesson.find_the_bug`).
 
-Three tables belong to measurements whose scripts were deleted after the runs. The scripts are in
+Four tables belong to measurements whose scripts were deleted after the runs. The scripts are in
 commit 5a42b2b: GSM8K on a CPU (experiments/qwen/gsm8k.py), 16-bit copies of the weights
-(experiments/precision/kept.py), and ratios by length (experiments/tiny/ratios.py).
+(experiments/precision/kept.py), ratios by length (experiments/tiny/ratios.py), and the test of a
+rule for the clip range (experiments/tiny/range_rule.py).
 """
 import argparse
 import statistics
 from pathlib import Path
 
 from common import evaluate, plot
+from common.intervals import mean_difference
 from common.logs import read, read_packed
 from experiments.comparisons import report
 from experiments.precision import rounding
 from experiments.qwen import gsm8k_gpu, sums
 from experiments.speed import bench_vs_trl
-from experiments.tiny import exact, learning_rates, range_rule
+from experiments.tiny import exact, learning_rates, range_rule, starting_model
+from lesson import seeds
 
 RESULTS = Path(__file__).with_name("results")
 GSM8K = RESULTS / "qwen" / "gsm8k"
@@ -98,6 +101,21 @@ def ratios(rows):
     return markdown(["model", "first tokens", *RATIOS.values()], lines)
 
 
+def word_problems():
+    """GSPO minus GRPO on the word problems of the lesson: the mean of three seeds on each of four
+    worlds, and Student's interval over the worlds."""
+    last = {key: rows[-1] for key, rows in seeds.runs_of("report").items()}
+    worlds = sorted({world for _, world, _ in last})
+    lines = []
+    for metric, name in (("eval_reward", "greedy"), ("sampled", "sampled")):
+        means = {algorithm: [statistics.fmean(row[metric] for (variant, at, _), row in last.items()
+                                              if (variant, at) == (algorithm, world))
+                             for world in worlds] for algorithm in ("GSPO", "GRPO")}
+        lines.append([name, *(f"{statistics.fmean(values):.1%}" for values in means.values()),
+                      mean_difference(means["GSPO"], means["GRPO"])])
+    return markdown(["decoding", "GSPO", "GRPO", "GSPO minus GRPO, points, four worlds"], lines)
+
+
 def tables():
     """{path of a table: its contents}"""
     rounds = bench_vs_trl.summarise(read(bench_vs_trl.RESULTS / "rounds.jsonl"))
@@ -111,6 +129,8 @@ def tables():
         PRECISION / "rounding.md": rounding.table(rounding.logged(PRECISION)),
         PRECISION / "kept.md": kept(read(PRECISION / "kept.jsonl")),
         bench_vs_trl.RESULTS / "table.md": bench_vs_trl.table(rounds),
+        TINY / "word_problems.md": word_problems(),
+        TINY / "starting_model.md": starting_model.table(read(starting_model.LOG)),
         TINY / "range_rule.md": range_rule.tables(read(range_rule.LOG)),
         TINY / "learning_rates.md": learning_rates.tables(by_rate),
     }

@@ -1,7 +1,4 @@
-"""What train_math.py logs: the metrics of a step and of an evaluation, and notes for the user.
-
-A new metric goes into the dict that one of these functions returns, and a new note into `notes`.
-"""
+"""What train_math.py logs: the metrics of a step and of an evaluation, and notes for the user."""
 import itertools
 
 import torch

@@ -1,7 +1,4 @@
-"""The program around train_math.py: flags, a lock, signals, and one line for each error.
-
-A new check of a setting goes into check_values, and a new safeguard into guarded_run.
-"""
+"""The program around train_math.py: flags, a lock, signals, and one line for each error."""
 import contextlib
 import os
 import signal
@@ -14,6 +11,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from gspo import clipped_objective
+from support.models import micro_batch_tokens
 from support.rewards import RewardError
 from support.runs import locked
 
@@ -37,6 +35,8 @@ def check_values(cfg, algorithms):
         elif hasattr(value, "item"):  # a number of numpy or torch, which the logs cannot hold
             value = value.item()
         setattr(cfg, name, value)
+    if cfg.micro_batch_tokens is None:
+        cfg.micro_batch_tokens = micro_batch_tokens(cfg.device)
     for setting in fields(cfg):
         value = getattr(cfg, setting.name)
         least = LEAST.get(setting.name, 0 if setting.default == 0 else 1e-12)
@@ -93,6 +93,9 @@ def guarded_run(cfg):
 
     with exits_with(f"--output_dir {cfg.output_dir}"):
         cfg.output_dir = os.path.abspath(cfg.output_dir)  # a reward may change the directory
+        found = set(os.listdir(cfg.output_dir)) if os.path.exists(cfg.output_dir) else set()
+        if "state.pt" not in found and found - {"lock", "partial"}:
+            raise ValueError("the folder is not empty and holds no run that can be resumed")
         lock = locked(cfg.output_dir)
     if threading.current_thread() is threading.main_thread():
         for number in signal.SIGINT, signal.SIGTERM:

@@ -1,7 +1,4 @@
-"""The questions of train_math.py: reading data sets, held-out questions, and the order of training.
-
-A new format of data goes into load_splits or read_rows.
-"""
+"""The questions of train_math.py: data sets, held-out questions, and the order of training."""
 import csv
 import itertools
 import json

@@ -1,8 +1,4 @@
-"""The rewards of train_math.py: calling a reward function, and the default one.
-
-A new form of an answer goes into extract_answer. A reward for another task needs nothing from this
-file: train_math.main(reward=my_reward).
-"""
+"""The rewards of train_math.py: calling a reward function, and the default one."""
 import copy
 import math
 import re

@@ -1,8 +1,4 @@
-"""The rows and files of a run of train_math.py: saving, reporting and resuming.
-
-What is to be saved or printed goes into Run. Settings that may differ when a run is resumed go into
-MAY_CHANGE.
-"""
+"""The rows and files of a run of train_math.py: saving, reporting and resuming."""
 import contextlib
 import json
 import os
@@ -48,6 +44,7 @@ class Run:
             raise ValueError("there are no questions to train on")
         check_columns(questions)
         check_trainable(model)
+        torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
         self.folder = Path(cfg.output_dir).absolute() if cfg.output_dir else None
         files = os.listdir(self.folder) if self.folder else []
         found = {"metrics.jsonl", "state.pt", "model"}.intersection(files)
@@ -65,6 +62,7 @@ class Run:
         self.has_moved = False  # whether the optimizer has changed the weights since the last row
         if state:
             self.rows = state["rows"]
+            self.results = state["results"]
             model.load_state_dict(state.pop("model"))
             optimizer.load_state_dict(state.pop("optimizer"))
             self.user_state.clear()
@@ -100,8 +98,9 @@ class Run:
         OSError: it cannot be written. ValueError: the user_state could not be read again."""
         if not self.folder or not self.rows:
             return
-        state = {"rows": plain(self.rows), "user_state": self.user_state,
-                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"rows": plain(self.rows), "results": plain(self.results),
+                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                 "user_state": self.user_state}
         partial = self.folder / "partial"
         try:
             torch.save(state, partial)
@@ -155,8 +154,8 @@ def load_state(cfg, questions):
     except Exception as error:  # torch.load raises many kinds
         raise ValueError(f"state.pt cannot be read, so choose another ({error!r:.200})") from None
     now = fingerprint(cfg, questions)
-    changed = [name for name in begun_with.keys() - MAY_CHANGE
-               if begun_with[name] != now.get(name, "no such setting")]
+    changed = [name for name, value in begun_with.items()
+               if name not in MAY_CHANGE and value != now.get(name, "no such setting")]
     if changed:
         hint = " (they also change with --eval_size)" if "questions" in changed else ""
         raise ValueError(f"the run that is saved there has other values of {', '.join(changed)}"

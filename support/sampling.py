@@ -43,15 +43,24 @@ def check_rollout(rollout, questions, group_size):
 @torch.no_grad()
 def next_logits(model, cache, ids, mask, positions):
     """The logits (n, V) of the token after ids (n, L), whose keys and values go into the cache."""
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions,
-                   past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
     return output.logits[:, -1]
 
 
 def next_tokens(logits, temperature):
     """(tokens (n, 1), their log-probs (n, 1)), drawn at this temperature or, at 0, greedy."""
     probs = torch.softmax(logits.float() / (temperature or 1), dim=-1)
-    tokens = draw_tokens(probs) if temperature else probs.argmax(-1, keepdim=True)
+    if temperature:
+        tokens = draw_tokens(probs)
+    else:
+        tokens = probs.argmax(-1, keepdim=True)
     return tokens, probs.gather(1, tokens).log()
 
 

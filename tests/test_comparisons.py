@@ -1,10 +1,8 @@
-"""experiments/comparisons: the parts of its variants, the tasks and the runs. The arithmetic of
-experiments/tiny/exact.py is tested here, too. tests/test_tables.py tests the tables."""
+"""experiments/comparisons: parts, tasks and runs, and the arithmetic of tiny/exact.py."""
 import itertools
 import json
 import math
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -15,8 +13,9 @@ import train_math
 from common.logs import write
 from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments.comparisons import parts, report, runs, settings, successors
+from experiments.precision import rounding
 from experiments.tiny import exact
-from gspo import grpo_loss, gspo_loss
+from gspo import clip_fraction, grpo_loss, gspo_loss, sequence_ratio
 
 
 @pytest.fixture
@@ -42,10 +41,10 @@ def batch():
     return new, old, advantages, mask
 
 
-def gradient(loss, batch, eps=(0.01, 0.02)):
+def gradient(loss, batch, eps=(0.01, 0.02), **extra):
     log_probs, *others = batch
     log_probs = log_probs.clone().requires_grad_()
-    value = loss(log_probs, *others, *eps, denominator=6)
+    value = loss(log_probs, *others, *eps, 6, **extra)
     value.backward()
     return log_probs.grad
 
@@ -58,16 +57,12 @@ def log_probs_of(model, b):
     return train_math.response_log_probs(model, b, 1.0)
 
 
-def micro_batch(responses, advantages=None):
-    prompts = [[5, 9], [6]]
-    rows = range(len(responses))
-    return train_math.MicroBatch(prompts, responses, rows, "cpu", advantages)
-
-
-def one_batch(build_minibatches, *arguments):
+def one_batch(build_minibatches, prompts, responses, log_probs):
     """A whole rollout as one minibatch of one micro-batch."""
     cfg = train_math.Settings(device="cpu", minibatches=1)
-    minibatches = build_minibatches(*arguments, cfg)
+    is_sampled = [[True] * len(response) for response in responses]
+    rollout = train_math.Rollout(None, prompts, responses, log_probs, None, is_sampled)
+    minibatches = build_minibatches(rollout, torch.ones(len(responses)), cfg)
     assert [len(minibatch) for minibatch in minibatches] == [1]
     return minibatches[0][0]
 
@@ -251,14 +246,13 @@ class TestEngine:
         ends = torch.arange(1, 30)
         for _ in range(rollouts):
             torch.manual_seed(0)
-            responses, _ = engine.rollout(model, prompts, 1, 6, 1.0, ends)
+            responses, log_probs = engine.generate(model, prompts, 1, 6, 1.0, ends)
             model.lm_head.weight.data *= 1.1
-        b = one_batch(engine.build_minibatches, prompts, responses, torch.ones(4))
-        with torch.no_grad():
-            return engine, b, engine.response_log_probs(model, b, 1.0)
+        return one_batch(engine.build_minibatches, prompts, responses, log_probs)
 
     def test_reports_its_own_log_probs_of_the_response_tokens(self, model):
-        _, b, old = self.sample(model, "bf16", True)
+        b = self.sample(model, "bf16", True)
+        old = b.old_log_probs
         model.lm_head.weight.data /= 1.1
         exactly = log_probs_of(model, b)
         lengths = b.mask.sum(dim=1)
@@ -268,32 +262,31 @@ class TestEngine:
         assert 0 < error < 0.1
 
     def test_does_not_use_its_log_probs_by_default(self, model):
-        _, b, old = self.sample(model, "bf16", False)
-        assert torch.equal(old, log_probs_of(model, b))
+        b = self.sample(model, "bf16", False)
+        assert b.old_log_probs is None, "the training forward computes them"
 
     def test_stale_is_the_policy_of_4_rollouts_ago(self, model):
-        _, b, old = self.sample(model, "stale", True, rollouts=7)
+        b = self.sample(model, "stale", True, rollouts=7)
         model.lm_head.weight.data /= 1.1**5  # a factor for this rollout and each one since then
-        assert_close(old, log_probs_of(model, b).detach())
+        assert_close(b.old_log_probs, log_probs_of(model, b).detach())
 
     @pytest.mark.parametrize("correction, expected", [
         ("tis", [0.3, 1.0, 2.0, 2.0]),
         ("icepop", [0, 1.0, 3.0, 0]),
     ])
     def test_corrects_by_the_ratio_of_old_policy_to_engine(self, model, correction, expected):
-        engine, b, _ = self.sample(model, "bf16", False, correction)
+        b = self.sample(model, "bf16", False, correction)
         factors = tensor([[0.3], [1.0], [3.0], [9.0]])
-        b.old_log_probs = b.reported + factors.log() * b.mask
-        engine.response_log_probs(model, b, 1.0)
+        old = b.sampler_log_probs + factors.log() * b.mask
         advantages = tensor([1.0, -1, 1, -1])
-        frozen = b.old_log_probs, b.old_log_probs, advantages, b.mask
-        corrected = gradient(partial(engine.loss, grpo_loss), frozen)
+        frozen = old, old, advantages, b.mask
+        corrected = gradient(parts.corrected(grpo_loss, correction), frozen, **b.extra)
         plain = gradient(grpo_loss, frozen)
         assert_close(corrected, tensor(expected)[:, None] * plain)
 
 
 def test_bf16_log_probs_are_rounded_and_returned_in_float32(model):
-    b = micro_batch([[7, 8, 9, 1]])
+    b = one_batch(train_math.build_minibatches, [[5, 9]], [[7, 8, 9, 1]], torch.zeros(1, 4))
     rounded = parts.bf16_log_probs(model, b, 1.0)
     exactly = log_probs_of(model, b)
     assert rounded.dtype == torch.float32
@@ -301,6 +294,12 @@ def test_bf16_log_probs_are_rounded_and_returned_in_float32(model):
     assert 1e-5 < error < 0.1
     rounded.sum().backward()
     assert model.lm_head.weight.grad.norm() > 0
+
+
+def test_rounding_decodes_given_responses(model):
+    prompts = [[5, 6], [7]]
+    responses, log_probs = rounding.generate(model, prompts, 6)
+    assert_close(rounding.decode(model, prompts, responses), log_probs)
 
 
 class TestTasks:
@@ -404,12 +403,10 @@ class TestRuns:
         """Two rollouts of 4 x 4 responses of a model with random weights. The reward is 1 if the
         number of different letters is odd."""
         def questions(seed, n):
-            row = {"question": "Eve?", "answer": "#### 1"}
-            return [row] * (8 if seed == "held out" else n)
+            return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
 
         def reward(prompts, completions, answer, **columns):
-            letters = [len(set(completion)) for completion in completions]
-            return [float(n % 2) for n in letters]
+            return [float(len(set(completion)) % 2) for completion in completions]
 
         own = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
         for name in settings.TASKS:
@@ -420,7 +417,7 @@ class TestRuns:
         monkeypatch.setattr(runs, "COLD", tmp_path)
         monkeypatch.setattr(parts, "task_reward", reward)
 
-    @pytest.mark.parametrize("name", settings.EXPERIMENTS.keys() - settings.RETIRED)
+    @pytest.mark.parametrize("name", [x for x in settings.EXPERIMENTS if x not in settings.RETIRED])
     def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
         gradients = {}
         for spec in report.variants_of(name):
@@ -431,10 +428,8 @@ class TestRuns:
                 assert len(row["reward"]) == 2
                 assert json.loads(json.dumps(row)) == row
                 self.GRADIENTS[kind] = json.dumps(row["grad_norm"])
-            if spec["algorithm"] != "gspo_token":
-                gradients[kind] = self.GRADIENTS[kind]
-        different = set(gradients.values())
-        assert len(different) == len(gradients), "a part has no effect"
+            gradients[kind] = self.GRADIENTS[kind]
+        assert len(set(gradients.values())) == len(gradients), "a part has no effect"
 
     def test_that_exist_are_not_repeated(self, tmp_path, monkeypatch):
         monkeypatch.setattr(runs.multiprocessing, "get_context", None)  # must not be called
@@ -448,16 +443,42 @@ class TestRuns:
         write(path, [*rows, rows[-1] | {"variant": another}])
         assert runs.run_all(variants, 2, 2, 1, path) == rows
 
-    @pytest.mark.parametrize("pieces, is_logged", [
-        ({}, True),
-        ({"loss": ["sequence", "token", None]}, True),
-        ({"loss": ["one", "one", None]}, False),
-        ({"loss": ["sequence", "sequence", None, "below"]}, False),
-        ({"loss": ["sequence", "sequence", None, "both", "sign"]}, False),
-        ({"noise": 0.1}, False),
-        ({"successor": "luspo"}, True),
-        ({"successor": "dapo"}, False),
+    @pytest.mark.parametrize("pieces, eps", [
+        ({}, (0.01, 0.02)),
+        ({"loss": ["sequence", "token", None]}, (0.1, 0.2)),
+        ({"loss": ["one", "one", None]}, 0.99),
+        ({"loss": ["sequence", "sequence", None, "below"]}, (0.01, 0.02)),
+        ({"loss": ["sequence", "sequence", None, "above"]}, (0.01, 0.02)),
+        ({"successor": "luspo"}, (0.01, 0.02)),
+        ({"successor": "gspo_200"}, (0.01, 0.02)),
+        ({"successor": "dapo"}, (0.1, 0.2)),
+        ({"successor": "dapo"}, (0.99, 0.2)),
+        ({"successor": "dr_grpo"}, (0.1, 0.2)),
+        ({"successor": "gmpo"}, (0.1, 0.15)),
+        ({"successor": "sapo"}, (1.05, 1.0)),
+        ({"successor": "cispo"}, (1, 0.2)),
     ])
-    def test_have_a_clip_fraction_only_if_it_is_that_of_their_own_clip(self, pieces, is_logged):
-        spec = settings.variant("gspo", 0.1, **pieces)
-        assert report.clips_as_logged(spec) == is_logged
+    def test_have_the_clip_fraction_of_their_own_clip(self, batch, pieces, eps):
+        eps = list(eps) if isinstance(eps, tuple) else eps
+        spec = settings.variant("gspo", eps, **pieces)
+        assert runs.clip_is_counted(spec)
+        algorithm = runs.algorithm_of(spec)
+        new, old, advantages, mask = batch
+        own = algorithm.eps_low, algorithm.eps_high
+        clipped = gradient(algorithm.loss, batch, own)[mask] == 0
+        ratio = (new - old).exp()
+        if algorithm.ratio == "sequence":
+            ratio = sequence_ratio(new, old, mask)
+        logged = clip_fraction(ratio, advantages, mask, *own)
+        assert_close(logged, clipped.float().mean())
+        if eps in ([0.01, 0.02], [0.1, 0.2], [0.1, 0.15]):
+            assert 0 < logged < 1
+
+    @pytest.mark.parametrize("pieces", [
+        {"loss": ["sequence", "sequence", None, "both", "sign"]},
+        {"noise": 0.1},
+        {"successor": "fspo"},
+        {"successor": "fspo_200"},
+    ])
+    def test_have_no_clip_fraction_if_the_clip_has_no_range(self, pieces):
+        assert not runs.clip_is_counted(settings.variant("gspo", [0.1, 0.2], **pieces))

@@ -8,7 +8,7 @@ from experiments.speed import bench_vs_trl
 
 def test_tables_follow_from_the_logs_byte_for_byte():
     found = tables.tables()
-    assert len(found) == 10
+    assert len(found) == 12
     for path, text in found.items():
         assert path.read_text(encoding="utf-8") == text, path
 

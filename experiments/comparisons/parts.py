@@ -16,7 +16,7 @@ import train_math
 from common.warm_up import supervise
 from gspo import _log_ratio, _loss, _token_mean, sequence_ratio
 from lesson import tiny
-from train_math import build_minibatches, correctness_reward, response_log_probs, rollout
+from train_math import build_minibatches, correctness_reward, generate, response_log_probs
 
 # ---- tasks: questions, and the supervised training of a model before RL --------------------------
 
@@ -30,22 +30,13 @@ def fibonacci(rng, least, most, slips=0.0, gives_up=0.0):
     probability `slips`, a step has a random digit as its result, and later steps use this digit.
     With the probability `gives_up`, the steps end early, and a random digit is the answer."""
     n = rng.randint(least, most)
-    a = rng.randrange(10)
-    b = rng.randrange(10)
+    pair = rng.randrange(10), rng.randrange(10)
+    labels = LABELS[:n][::-1]
     steps = rng.randrange(n) if rng.random() < gives_up else n
-    true = [a, b]
-    told = [a, b]
-    written = ""
-    for i in range(n):
-        true.append(sum(true[-2:]) % 10)
-        if i < steps:
-            u, v = told[-2:]
-            w = rng.randrange(10) if rng.random() < slips else (u + v) % 10
-            written += f"{LABELS[n - 1 - i]}{u}+{v}={w}"
-            told.append(w)
-    given = told[-1] if steps == n else rng.randrange(10)
-    return {"question": f"{a}{b}{LABELS[n - 1]}", "answer": f"#### {true[-1]}",
-            "worked": f"{written}\n#### {given}"}
+    text, digit = tiny.sums(pair, labels[:steps], rng, slips)
+    given = digit if steps == n else rng.randrange(10)
+    return {"question": f"{pair[0]}{pair[1]}{labels[0]}",
+            "answer": f"#### {tiny.sums(pair, labels)[1]}", "worked": f"{text}\n#### {given}"}
 
 
 def long_questions(seed, n, least=20, most=32):
@@ -216,12 +207,6 @@ def noisy_gate(deviation):
     return loss
 
 
-def on_tokens(batch, values):
-    """(b, T): the values[i] (tokens,) of each response i, at the positions of its tokens."""
-    flat = torch.cat([values[i] for i in batch.indices])
-    return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
-
-
 # ---- rounding, and an inference engine -----------------------------------------------------------
 
 
@@ -241,13 +226,8 @@ class Engine:
     """A sampler that differs a little from the policy: "bf16" computes in bfloat16, "float8" has
     weights rounded to 8 bits, and "stale" is the policy of 4 rollouts ago, or the first one. With
     `direct`, its log-probs serve as the old log-probs. Otherwise the training forward computes
-    them, as usual.
-
-    The methods replace train_math's functions of the same names. `loss` corrects a loss of gspo.py
-    that takes advantages (B, T). The advantage of each token is multiplied by its probability under
-    the old policy, divided by its probability under the sampler. This factor is truncated to 2
-    ("tis", truncated importance sampling), or set to 0 outside of 0.5 to 5 ("icepop",
-    arXiv:2510.18855)."""
+    them, as usual. With a `correction`, the loss is `corrected`, and gets the sampler's log-probs.
+    The methods replace train_math's functions of the same names."""
 
     def __init__(self, kind, direct, correction=None):
         self.kind = kind
@@ -255,7 +235,7 @@ class Engine:
         self.correction = correction
         self.past = []
 
-    def rollout(self, model, *arguments):
+    def generate(self, model, *arguments):
         engine = copy.deepcopy(model)
         if self.kind == "bf16":
             for p in engine.parameters():
@@ -267,27 +247,29 @@ class Engine:
         elif self.kind == "stale":
             self.past = (self.past + [engine])[-5:]
             engine = self.past[0]
-        responses, self.reported = rollout(engine, *arguments)
-        return responses, self.reported
+        return generate(engine, *arguments)
 
-    def build_minibatches(self, prompts, responses, advantages, cfg):
-        minibatches = build_minibatches(prompts, responses, advantages, cfg)
-        reported = [row[:len(response)] for row, response in zip(self.reported, responses)]
+    def build_minibatches(self, rollout, advantages, cfg):
+        minibatches = build_minibatches(rollout, advantages, cfg)
         for batch in itertools.chain(*minibatches):
-            batch.reported = on_tokens(batch, reported)
+            if self.direct:
+                batch.old_log_probs = batch.sampler_log_probs
+            if self.correction:
+                batch.extra = {"sampler_log_probs": batch.sampler_log_probs}
         return minibatches
 
-    def response_log_probs(self, model, batch, temperature):
-        if self.direct and not torch.is_grad_enabled():
-            return batch.reported
-        if self.correction and torch.is_grad_enabled():
-            k = (batch.old_log_probs - batch.reported).exp()
-            if self.correction == "tis":
-                self.factor = k.clamp(max=2)
-            else:
-                self.factor = k.where((k >= 0.5) & (k <= 5), 0)
-        return response_log_probs(model, batch, temperature)
 
-    def loss(self, token_loss, log_probs, old_log_probs, advantages, *arguments, **more):
-        return token_loss(log_probs, old_log_probs, self.factor * advantages[:, None], *arguments,
-                          **more)
+def corrected(token_loss, correction):
+    """A loss of gspo.py that takes advantages (B, T), corrected for the sampler.
+
+    The advantage of each token is multiplied by its probability under the old policy, divided by
+    its probability under the sampler. This factor is truncated to 2 ("tis", truncated importance
+    sampling), or set to 0 outside of 0.5 to 5 ("icepop", arXiv:2510.18855)."""
+    def loss(log_probs, old_log_probs, advantages, *arguments, sampler_log_probs):
+        k = (old_log_probs - sampler_log_probs).exp()
+        if correction == "tis":
+            factor = k.clamp(max=2)
+        else:
+            factor = k.where((k >= 0.5) & (k <= 5), 0)
+        return token_loss(log_probs, old_log_probs, factor * advantages[:, None], *arguments)
+    return loss

@@ -22,7 +22,6 @@ STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # number of starting models:
 # says where the limits come from. An interval that was widened to its limit is marked with a star.
 NARROWEST = {3: 6, 6: 2}  # points
 OPTIONAL = "experts changed", "sampled: greedy", "gradient norm"  # columns that may be missing
-CLIPPED_AS_GSPO = "gspo_200", "luspo", "luspo_200"  # the losses of successors.py with GSPO's clip
 
 
 HEAD = """# All comparisons on tiny models
@@ -134,24 +133,13 @@ def average(rows, metric, form, start=0):
     return format(statistics.fmean(values), form) if values else "-"
 
 
-def clips_as_logged(spec):
-    """Whether the clip fraction that train_math.py logs is that of this variant's own clip.
-
-    It is computed for the clip of gspo_loss or grpo_loss. Some variants have no clip or another
-    clipping rule: most losses of successors.py, and gates that are noisy, random or on one side."""
-    loss = dict(zip(("weight", "gate", "cap", "side", "shuffled"), spec.get("loss", [])))
-    if loss.get("gate") == "one" or loss.get("side", "both") != "both" or loss.get("shuffled"):
-        return False
-    return "noise" not in spec and spec.get("successor", "luspo") in CLIPPED_AS_GSPO
-
-
 def clipped(rows):
     """The fraction of response tokens that the clip removes from the gradient, or "-" if it was not
-    logged. A variant without a clip removes nothing."""
+    logged. A variant without a clip removes nothing, which earlier logs do not say."""
     spec = rows[0]["variant"]
     if "loss" in spec and spec["loss"][1] == "one":
         return "0.0%"
-    return average(rows, "clip_fraction", ".1%") if clips_as_logged(spec) else "-"
+    return average(rows, "clip_fraction", ".1%")
 
 
 def spread(values):

@@ -5,8 +5,8 @@ minute.
     python -m experiments.tables --pictures        tables and pictures again, without training
 
 Every variant is trained by train_math.train from three starting models, which were trained before
-RL ("cold starts" in the code and the tables). The parts of train_math.py that a variant replaces
-(parts.py, successors.py) are passed to that function.
+RL ("cold starts" in the code and the tables). A variant is an entry of train_math.ALGORITHMS. The
+other parts of train_math.py that it replaces (parts.py) are passed to that function.
 
 Each run adds one line to results/comparisons/runs.jsonl.gz. A run that is in this file is not
 repeated. If the command is interrupted, run it again to continue. A variant that belongs to two
@@ -21,8 +21,8 @@ import multiprocessing
 import os
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -34,7 +34,6 @@ from experiments.comparisons import parts, successors
 from experiments.comparisons.report import (
     LOG,
     RESULTS,
-    clips_as_logged,
     comparable,
     read_runs,
     report,
@@ -98,63 +97,79 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
     return found["eval_reward"]
 
 
+def algorithm_of(spec):
+    """The entry of train_math.ALGORITHMS for this variant. Its ratio and its range are those of the
+    variant's own clip, so that clip_fraction is, too."""
+    algorithm = train_math.ALGORITHMS[spec["algorithm"]]
+    low, high = clip_range(spec)
+    if "loss" in spec:
+        _, gate, _, *how = spec["loss"]
+        ratio = "sequence" if gate == "one" else gate
+        algorithm = algorithm._replace(loss=parts.surrogate(*spec["loss"]), ratio=ratio)
+        if how[:1] == ["above"]:
+            low = 1.0
+        if how[:1] == ["below"]:
+            high = 1e9
+    if "noise" in spec:
+        algorithm = algorithm._replace(loss=parts.noisy_gate(spec["noise"]))
+    if "successor" in spec:
+        name = spec["successor"]
+        loss = fixed_range(getattr(successors, name + "_loss"), low, high)
+        ratio, low, high = successors.clip_of(name, low, high)
+        algorithm = algorithm._replace(loss=loss, ratio=ratio)
+        if name == "dr_grpo":
+            algorithm = algorithm._replace(advantages=successors.centred_advantages)
+    if "engine" in spec and spec["engine"][2:]:
+        token_loss = gspo_token_loss if spec["algorithm"] == GSPO else grpo_loss
+        algorithm = algorithm._replace(loss=parts.corrected(token_loss, spec["engine"][2]))
+    return algorithm._replace(eps_low=low, eps_high=high)
+
+
 def pieces_of(spec):
     """{name: function}: the functions that replace those of train_math.py in this variant."""
     pieces = {"reward": parts.task_reward}
-
-    def take(part, *names):
-        pieces.update((name, getattr(part, name)) for name in names)
-
-    if "loss" in spec:
-        pieces["loss"] = parts.surrogate(*spec["loss"])
-    if "noise" in spec:
-        pieces["loss"] = parts.noisy_gate(spec["noise"])
-    if "successor" in spec:
-        loss = getattr(successors, spec["successor"] + "_loss")
-        pieces["loss"] = loss if clips_as_logged(spec) else fixed_range(loss, spec["eps"])
-        if spec["successor"] == "dr_grpo":
-            pieces["group_advantages"] = successors.centred_advantages
     if "autocast" in spec:
         pieces["response_log_probs"] = parts.bf16_log_probs
     if "engine" in spec:
         engine = parts.Engine(*spec["engine"])
-        take(engine, "rollout", "build_minibatches", "response_log_probs")
-        if engine.correction:
-            token_loss = gspo_token_loss if spec["algorithm"] == GSPO else grpo_loss
-            pieces["loss"] = partial(engine.loss, token_loss)
+        pieces["generate"] = engine.generate
+        pieces["build_minibatches"] = engine.build_minibatches
     return pieces
 
 
-def fixed_range(loss, eps):
+def fixed_range(loss, low, high):
     """The loss with its own two numbers, which gspo.py might not accept as a clip range."""
-    low, high = eps
-    if low == NO_LOWER_BOUND:
-        low = 1
-
-    def with_own_numbers(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, **more):
-        return loss(log_probs, old_log_probs, advantages, mask, low, high, **more)
+    def with_own_numbers(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, *more):
+        return loss(log_probs, old_log_probs, advantages, mask, low, high, *more)
 
     return with_own_numbers
 
 
 def clip_range(spec):
-    """(lower, upper) for train_math.py. None, its default, if the loss has its own two numbers."""
+    """(lower, upper): the two numbers of the variant's loss."""
     eps = spec["eps"]
-    if "successor" in spec and not clips_as_logged(spec):
-        return None, None
-    if eps == NO_LOWER_BOUND:
-        return 1.0, 1e9
-    return eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
+    low, high = eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
+    if low == NO_LOWER_BOUND:
+        low = 1.0
+        high = high if isinstance(eps, list) else 1e9
+    return low, high
+
+
+def clip_is_counted(spec):
+    """Whether clip_fraction counts what this variant clips: not if chance decides, or if the clip
+    range depends on the length."""
+    is_shuffled = any(spec.get("loss", [])[4:5])
+    return not is_shuffled and "noise" not in spec and "fspo" not in spec.get("successor", "")
 
 
 def train(spec, model, tokenizer, seed):
     """Trains one variant. Returns its rows of metrics."""
-    names = "algorithm", "epochs", "minibatches", "learning_rate", "max_steps"
+    names = "epochs", "minibatches", "learning_rate", "max_steps"
     own = {name: spec[name] for name in names if name in spec}
-    low, high = clip_range(spec)
-    cfg = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
-    questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
-    rows = train_math.train(cfg, model, tokenizer, questions, **pieces_of(spec))
+    with mock.patch.dict(train_math.ALGORITHMS, {"variant": algorithm_of(spec)}):
+        cfg = replace(settings_of(spec["task"]), **own, seed=seed, algorithm="variant")
+        questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
+        rows = train_math.train(cfg, model, tokenizer, questions, **pieces_of(spec))
     return rows[1:]
 
 
@@ -177,8 +192,8 @@ def run(spec, cold, seed):
     row["greedy"] = accuracy(model, tokenizer, task, cold, temperature=0.0)
     for name in KEPT:
         row[name] = [four_digits(step[name]) for step in steps]
-    if not clips_as_logged(spec):
-        del row["clip_fraction"]  # it is computed for a clip that this variant does not have
+    if not clip_is_counted(spec):
+        del row["clip_fraction"]
     return row
 
 

@@ -11,7 +11,7 @@ A variant is a dictionary of its settings:
     successor   a loss of successors.py
     first       a variant that is trained before this one
     autocast, engine, noise
-                functions and classes of parts.py, which runs.pieces_of selects
+                functions and classes of parts.py, which runs.py selects
 
 The labels are printed in the published tables. The code of the experiments in RETIRED was deleted
 after their runs. It is in commit 5a42b2b. Their runs stay in the log, and their tables are made
@@ -347,6 +347,9 @@ EXPERIMENTS = {
         "4 epochs, the papers' ranges": both(3e-4, 0.2),
         "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1),
         "1 epoch, early ranges": both(**EARLY, epochs=1),
+    },
+    "range_few": {  # the best range on other questions, and the paper's
+        "GSPO, 1 epoch": ranges(GSPO, (3e-4, 0.003, 0.01), epochs=1),
     },
     "learning_rate": {
         "learning rate 1e-4": both(**EARLY, learning_rate=1e-4),
