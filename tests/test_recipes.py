@@ -15,6 +15,7 @@ import train_math
 from common.logs import read
 from common.tiny_model import tiny_tokenizer
 from tests.conftest import TOP, parity_reward, run_code, without_clocks
+from tests.test_size import sizes
 
 PAGE = (TOP / "guides" / "own_task.md").read_text(encoding="utf-8")
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
@@ -31,9 +32,13 @@ def block(containing):
 
 
 def with_lora():
-    """The recipe for a KL penalty, with the two functions that the recipe for LoRA replaces."""
-    *definitions, call = block("gspo_kl").rsplit("train_math.main(", 1)
-    return "".join(definitions) + block("get_peft_model") + "train_math.main(" + call
+    """The recipe for a KL penalty, with the two functions of the recipe for LoRA."""
+    of_lora = block("get_peft_model")
+    code = block("gspo_kl")
+    for name in "load", "reference_log_probs":
+        function = rf"(?:@.*\n)?def {name}\(.*\n(?: .*\n)+"
+        code = re.sub(function, lambda found: re.search(function, of_lora)[0], code)
+    return re.search("from peft .*\n", of_lora)[0] + code
 
 
 RECIPES = {  # the code, its algorithm, and whether its micro-batches hold all responses
@@ -44,9 +49,18 @@ RECIPES = {  # the code, its algorithm, and whether its micro-batches hold all r
     "off_policy": (block('user_state["weights"]'), "gspo", False),
     "tools": (block("is_sampled"), "gspo", False),
     "curriculum": (block("pass_rates"), "gspo", False),
+    "dynamic": (block("is_equal"), "gspo", False),
 }
 NEEDS_PEFT = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 NAMES = [pytest.param(name, marks=NEEDS_PEFT) if name == "lora_kl" else name for name in RECIPES]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short(name):
+    size = sizes(RECIPES[name][0])
+    lines = size["tokens"] / size["tokens per code line"]
+    assert lines <= (30 if name in ("tools", "lora_kl") else 25)
+    assert size["tokens per code line"] <= 11
 
 
 @pytest.fixture
