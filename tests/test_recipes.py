@@ -24,7 +24,7 @@ FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_t
 PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 
 
-def reward(prompts, completions, **columns):
+def reward(prompts, completions, answer=None, **columns):
     """A hash, so that two responses hardly ever have the same reward."""
     return [zlib.crc32(text.encode()) % 97 / 97 for text in completions]
 
