@@ -80,9 +80,9 @@ class Settings:
     temperature: float = flag(1.0, "sampling temperature; log-probs are computed at it, too")
     max_completion_length: int = flag(512, "tokens per response; a longer response is cut")
     # Memory and evaluation
-    micro_batch_tokens: int = flag(1024, "tokens per forward pass in the update; with the default "
-                                   "model, 1024 need 12 GiB, and 8192 need 36 GiB and less time")
-    rollout_rows: int = flag(256, "responses sampled at once")
+    micro_batch_tokens: int | None = flag(
+        None, "tokens per forward pass in the update; default: what fits the memory of the GPU")
+    rollout_rows: int = flag(256, "responses sampled at once; half as many if greedy")
     save_steps: int = flag(25, "rollouts between two saves of the run")
     eval_steps: int | None = flag(None, "rollouts between two evaluations; default: save_steps")
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
@@ -132,7 +132,7 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
     questions = copy.deepcopy(questions)  # a part of yours may change them
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
     end_ids = end_tokens(model, tokenizer)
-    prompts_at_once = max(1, cfg.rollout_rows // group_size)
+    prompts_at_once = max(1, cfg.rollout_rows // (group_size if temperature else 2 * group_size))
     generated = []
     for i in range(0, len(prompts), prompts_at_once):
         generated.append(parts.generate(
@@ -283,7 +283,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
     denominator = len(rollout.responses) // cfg.minibatches  # includes responses without gradient
     updates = []  # for each optimizer step: a list of (micro-batch, log-probs, loss)
     grad_norms = []
-    for minibatch in minibatches * cfg.epochs:
+    for minibatch in minibatches * cfg.epochs:  # the same ones in every epoch
         update = []
         for batch in minibatch:
             log_probs = parts.response_log_probs(model, batch, cfg.temperature)
@@ -297,7 +297,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
         optimizer.zero_grad()
         updates.append(update)
 
-    check_finite(model, grad_norms, step)  # FloatingPointError: they are not
+    check_finite(model, grad_norms, step)  # FloatingPointError: the gradients or weights are not
     return {
         **own_metrics,
         "step": step,
@@ -378,10 +378,10 @@ def main(argv=None, reward=correctness_reward, on_step=None, user_state=None, **
             state = load_state(cfg, questions)
         with exits_with(f"--model {cfg.model} --device {cfg.device}"):
             model, tokenizer = parts.load(cfg.model, cfg.device)
-        with exits_with("a trial of the model and the parts", ValueError):
+        with exits_with(f"a trial of {cfg.model} and the parts", ValueError):
             check_model(model, tokenizer, questions + held_out, cfg, parts, ALGORITHMS)
-        tqdm.write(f"{cfg.model}: {model.num_parameters():,} parameters on {cfg.device}; "
-                   f"{len(questions):,} questions and {len(held_out):,} held-out ones")
+        tqdm.write(f"{cfg.device}: {model.num_parameters():,} parameters, {cfg.micro_batch_tokens} "
+                   f"tokens at once, {len(questions)} questions and {len(held_out)} held-out ones")
         train(cfg, model, tokenizer, questions, held_out, state, stopped, on_step, user_state,
               **vars(parts))
 

@@ -3,6 +3,7 @@
 Read sampling.py first. What is here only makes the same work faster on a GPU.
 """
 import copy
+import functools
 import weakref
 
 import torch
@@ -31,11 +32,16 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
             if log_probs.isfinite().all():
                 return responses, log_probs
         refused.add(dtype)
-        tqdm.write(f"note: this model cannot sample in {dtype}, which is too coarse or overflows")
+        note(f"this model cannot sample in {dtype}, which is too coarse or overflows")
     responses, log_probs = static_rollout(model, *arguments)
     if not log_probs.isfinite().all():
         raise FloatingPointError("the logits of the model are not finite")
     return responses, log_probs
+
+
+@functools.cache  # so that it is printed once, and not in each step
+def note(text):
+    tqdm.write(f"note: {text}")
 
 
 # Responses to train on are sampled with a 16-bit copy of the weights, which takes less than half of
@@ -79,8 +85,10 @@ def can_sample(sampler, model, prompt):
 
 def cache_can_be_static(model, length):
     """Whether `static_rollout` supports this model: only attention layers, with SDPA, no sliding
-    window that is shorter than `length` tokens, and no mixture of experts."""
+    window that is shorter than `length` tokens, no mixture of experts, and no dynamic rope."""
     has_experts = any(p.dim() == 3 for p in model.parameters())  # the CPU decides which ones run
+    if "'dynamic'" in str(getattr(model.config, "rope_parameters", "")):  # the CPU reads positions
+        return False
     is_capturable = getattr(model.get_decoder(), "_can_compile_fullgraph", False)
     if has_experts or not is_capturable or model.config._attn_implementation != "sdpa":
         return False
@@ -135,7 +143,8 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
 
 
 def run_and_capture(decode):
-    """Run `decode` once, record it in a CUDA graph, and return the function that replays it."""
+    """Run `decode` once, record it in a CUDA graph, and return the function that replays it, or
+    `decode` if this fails. ValueError: after a CUDA error, torch may stay on the wrong stream."""
     stream = torch.cuda.Stream()  # the first run is on a stream of its own, as PyTorch requires
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -145,6 +154,12 @@ def run_and_capture(decode):
     try:
         with torch.cuda.graph(graph):
             decode()  # is recorded and not run
-    except RuntimeError:  # some models wait for the CPU in between
+    except RuntimeError as error:  # some models wait for the CPU in between
+        if isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        if "CUDA error" in str(error):
+            raise ValueError(f"this model cannot be recorded in a CUDA graph ({error!r:.200}). Use "
+                             "main(generate=dynamic_rollout), from support.sampling") from error
+        note(f"sampling without a CUDA graph, which is slow: {error!r:.200}")
         return decode
     return graph.replay

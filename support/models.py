@@ -25,6 +25,17 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
 
 
+def micro_batch_tokens(device):
+    """What fits into the memory of this GPU with the default model; 1024 on CPUs."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return 1024
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30  # in GiB
+    for least, tokens in (44, 8192), (32, 4096), (22, 2048), (14, 1024):
+        if memory >= least:
+            return tokens
+    return 512
+
+
 @contextlib.contextmanager
 def tf32_matmuls():
     """TF32 for the matrix products of the backward pass, which makes them faster on CUDA.

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from gspo import clipped_objective
+from support.models import micro_batch_tokens
 from support.rewards import RewardError
 from support.runs import locked
 
@@ -34,6 +35,8 @@ def check_values(cfg, algorithms):
         elif hasattr(value, "item"):  # a number of numpy or torch, which the logs cannot hold
             value = value.item()
         setattr(cfg, name, value)
+    if cfg.micro_batch_tokens is None:
+        cfg.micro_batch_tokens = micro_batch_tokens(cfg.device)
     for setting in fields(cfg):
         value = getattr(cfg, setting.name)
         least = LEAST.get(setting.name, 0 if setting.default == 0 else 1e-12)

@@ -1,4 +1,4 @@
-"""The questions of train_math.py: reading data sets, held-out questions, and the order of training."""
+"""The questions of train_math.py: data sets, held-out questions, and the order of training."""
 import csv
 import itertools
 import json

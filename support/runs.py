@@ -44,6 +44,7 @@ class Run:
             raise ValueError("there are no questions to train on")
         check_columns(questions)
         check_trainable(model)
+        torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
         self.folder = Path(cfg.output_dir).absolute() if cfg.output_dir else None
         files = os.listdir(self.folder) if self.folder else []
         found = {"metrics.jsonl", "state.pt", "model"}.intersection(files)

@@ -19,6 +19,7 @@ import support
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
+from support.cuda_sampling import note
 
 TOP = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # models this small are slower on several
@@ -178,6 +179,12 @@ def assert_same(whole, folder):
         assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
     weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole, folder)]
     assert weights[0] == weights[1]
+
+
+@pytest.fixture(autouse=True)
+def forget_notes():
+    """What is printed once in a process is printed once in each test."""
+    note.cache_clear()
 
 
 @pytest.fixture

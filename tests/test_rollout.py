@@ -55,20 +55,22 @@ def model_of(kind, seed=1):
     return model_class(config).eval(), tokenizer
 
 
-def micro_batch(prompts, responses):
+def micro_batch(prompts, responses, device="cpu"):
     """A MicroBatch of all these responses, with advantages of 0."""
     n = len(responses)
-    return train_math.MicroBatch(rollout_of(prompts, responses), torch.zeros(n), range(n), "cpu")
+    return train_math.MicroBatch(rollout_of(prompts, responses), torch.zeros(n), range(n), device)
 
 
-def assert_log_probs_of_the_update(model, prompts, group_size, responses, sampled, temperature):
+def assert_log_probs_of_the_update(
+    model, prompts, group_size, responses, sampled, temperature, atol=1e-4
+):
     """The sampler's log-probs are those of response_log_probs, and 0 after the end."""
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    batch = micro_batch(prompts, responses)
+    batch = micro_batch(prompts, responses, model.device)
     log_probs = train_math.response_log_probs(model, batch, temperature)
     for i, response in enumerate(responses):
         n = len(response)
-        assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=1e-4)
+        assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=atol)
         assert (sampled[i, n:] == 0).all() and (log_probs[i][~batch.mask[i]] == 0).all()
 
 
@@ -216,6 +218,9 @@ class TestBothSamplers:
             responses, sampled = cuda_sampling.static_rollout(model, prompts, 8, 20, 0.7, ends)
             assert len({tuple(response) for response in responses}) > 10, "numbers are not fresh"
             assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
+            responses, sampled = train_math.generate(model, prompts, 8, 20, 0.7, ends)
+            copied = cuda_sampling.copy_in(model, torch.float16).float()
+            assert_log_probs_of_the_update(copied, prompts, 8, responses, sampled, 0.7, 0.05)
 
 
 class TestWhichSampler:
@@ -395,7 +400,7 @@ class TestPrecision:
 
 class TestSample:
     @pytest.mark.parametrize(
-        "rows, at_once", [(256, [5]), (8, [2, 2, 1]), (11, [2, 2, 1]), (3, [1] * 5)]
+        "rows, at_once", [(256, [5]), (16, [2, 2, 1]), (23, [2, 2, 1]), (7, [1] * 5)]
     )
     def test_takes_whole_groups_at_once_in_the_order_of_the_questions(self, tiny, rows, at_once):
         model, tokenizer = tiny
@@ -420,7 +425,8 @@ class TestSample:
             assert got.responses[group] == alone
             assert torch.allclose(got.log_probs[group], log_probs, atol=1e-5)
 
-    def test_of_an_evaluation_has_no_more_rows_at_once(self, fresh):
+    def test_of_an_evaluation_reads_half_as_many_prompts_at_once(self, fresh):
+        """Reading them needs the most memory, and each row has a prompt of its own."""
         seen = []
 
         def spy(model, prompts, group_size, *rest):
@@ -430,7 +436,7 @@ class TestSample:
         cfg = settings(rollout_rows=8, max_steps=1)
         parts = {"reward": parity_reward, "generate": spy}
         train_math.train(cfg, *fresh, sums(8), sums(11), **parts)
-        evaluation = [(8, 1), (3, 1)]
+        evaluation = [(4, 1), (4, 1), (3, 1)]
         assert seen == [*evaluation, (2, 4), (2, 4), *evaluation]
 
     @pytest.mark.parametrize("ends", [list(range(4, 75)), 7, None])

@@ -521,7 +521,7 @@ class TestTraining:
             with pytest.raises(RuntimeError, match="in the backward"):
                 own_loss(loss)
                 train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
-            assert matmul.allow_tf32 is before
+            assert not matmul.allow_tf32, "train() switches it off, whatever it was"
         finally:
             matmul.allow_tf32 = False
 
@@ -1036,7 +1036,7 @@ class TestModels:
             model.lm_head.weight.data[5] = math.nan
         parts = {"reward": parity_reward, "load": lambda *a: fresh}
         line = one_line(train_math.main, *command, *flags, **parts)
-        assert line.startswith("train_math.py: a trial of the model and the parts: ")
+        assert line.startswith(f"train_math.py: a trial of {command[1]} and the parts: ")
         assert words in line
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
 
