@@ -103,7 +103,7 @@ def warm_up(model, tokenizer, seed):
 def accuracy(model, tokenizer, rows, temperature):
     """The accuracy on these questions; temperature 0 is greedy decoding."""
     cfg = train_math.parse_settings([*FLAGS, "--instruction", ""])
-    # All at once: sample() reads at most half as many prompts together as rollout_rows says.
+    # All at once, also in greedy decoding, which takes only half of rollout_rows.
     cfg = replace(cfg, rollout_rows=2 * len(rows))
     torch.manual_seed(0)
     row = train_math.evaluate(model, tokenizer, rows, cfg, temperature=temperature)
