@@ -12,7 +12,10 @@ and whether it is clipped. At some moments, it also has the log-ratio of each to
 """
 import argparse
 import base64
+import itertools
 import json
+import math
+import zlib
 from pathlib import Path
 
 import torch
@@ -30,7 +33,7 @@ LOG = HERE / "results" / "explorer.json"
 STILL = HERE / "results" / "rollout.png"
 TEMPLATE = HERE / "explorer_template.html"
 PAGE = HERE / "explorer.html"
-STEP = 2  # the step that is shown
+STEP = 4  # the step that is shown
 UPDATES = 32
 MOMENTS = [1, 8, 16, 32]  # updates after which the log has each token's log-ratio
 RUNS = {  # the settings from STEP on: algorithm, eps_low, eps_high
@@ -49,6 +52,7 @@ PRESETS = {  # the probabilities before and now
     "Tug of war": ([0.3] + [0.6] * 5, [0.6] + [0.5] * 5),
 }
 LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+TICKS = [1.1, 1.01, 1, 0.99, 0.9, 0.5, 0.1, 0.01]  # of the still
 NOISES = [0.003, 0.01, 0.03, 0.1, 0.3]  # standard deviation of a token's log-ratio
 TOKENS_MOVE = ["independently", "independently, and all rise by 1%", "with 10% shared variance"]
 
@@ -118,16 +122,12 @@ def condensed(log_ratios, batch, settings):
     first_turn = zeros.clone()  # before the minibatch of a response comes for the first time
     for i in range(32, len(first_turn)):
         first_turn[i] = log_ratios[i // 32 - 1, i]
-    moments = [first_turn] + [log_ratios[update - 1] for update in MOMENTS]
-    log_s = []
-    clipped = []
-    for x in log_ratios:
-        log_s.append(gspo.sequence_ratio(x, zeros, batch.mask).log())
-        clipped.append("".join(levels(x, batch, *settings)))
+    moments = [first_turn, *log_ratios[[update - 1 for update in MOMENTS]]]
+    log_s = [gspo.sequence_ratio(x, zeros, batch.mask).log() for x in log_ratios]
     return {
         "log_s": packed(4000 * torch.stack(log_s), torch.int16),
-        "clipped": clipped,
-        "tokens": [packed(coded(x[batch.mask]), torch.int8) for x in moments],
+        "clipped": ["".join(levels(x, batch, *settings)) for x in log_ratios],
+        "tokens": packed(coded(torch.cat([x[batch.mask] for x in moments])), torch.int8),
     }
 
 
@@ -146,14 +146,13 @@ def levels(log_ratio, batch, algorithm, eps_low, eps_high):
 def coded(x):
     """Log-ratios as numbers from -127 to 127, precise to 3%. None of them changes its side of an
     end of GRPO's range by rounding."""
-    low, high = (torch.tensor([1 - RUNS["grpo"][1], 1 + RUNS["grpo"][2]])).log()
+    low, high = math.log(1 - RUNS["grpo"][1]), math.log(1 + RUNS["grpo"][2])
 
     def is_outside(x):
         return ((x < low) | (x > high)).int()
 
     codes = (16 * (x / 0.01).asinh()).round()
-    codes += x.sign() * (is_outside(x) - is_outside(decoded(codes)))
-    return codes
+    return codes + x.sign() * (is_outside(x) - is_outside(decoded(codes)))
 
 
 def decoded(codes):
@@ -163,11 +162,11 @@ def decoded(codes):
 def packed(numbers, dtype):
     limits = torch.iinfo(dtype)
     numbers = numbers.round().clamp(limits.min, limits.max).to(dtype)
-    return base64.b64encode(numbers.numpy().tobytes()).decode()
+    return base64.b64encode(zlib.compress(numbers.numpy().tobytes(), 9)).decode()
 
 
 def unpacked(text, dtype):
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).float()
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=dtype).float()
 
 
 def record():
@@ -188,50 +187,48 @@ def step_numbers():
     """What the third panel shows: the log, with medians of s and numbers of clipped responses."""
     log = json.loads(LOG.read_text(encoding="utf-8"))
     advantages = torch.tensor(log["step"]["advantages"])
-    signs = {"correct": advantages > 0, "wrong": advantages < 0}
+    signs = advantages > 0, advantages < 0
+    log["ends"] = [1.0, 1.0]
     for name in RUNS:
         run = log[name]
         run["range"] = RUNS[name][1:]
-        log_s = unpacked(run["log_s"], torch.int16).reshape(UPDATES, -1) / 4000
-        run["medians"] = {sign: [0] + [round(x, 3) for x in log_s[:, chosen].median(1)[0].tolist()]
-                          for sign, chosen in signs.items()}
-        level = torch.tensor([[int(x) for x in row] for row in ["0" * 256, *run["clipped"]]])
-        run["counts"] = []  # after each update: some tokens, most tokens by sign, next minibatch
-        for update, row in enumerate(level):
-            turn = slice(update % 8 * 32, update % 8 * 32 + 32)
-            run["counts"].append([int((row == 1).sum()), *(int((row[chosen] == 2).sum())
-                                  for chosen in signs.values()), int((row[turn] > 0).sum())])
-        first = [level[i // 32, i].item() for i in range(256)]
-        run["at_first_turn"] = sum(x > 0 for x in first)
-        if name == "gspo":
+        run["counts"] = []  # after each update: some, most (A > 0), most (A < 0), next; medians
+        s = torch.cat([torch.zeros(256), unpacked(run["log_s"], torch.int16) / 4000]).exp()
+        log["ends"] = [min(log["ends"][0], s.min().item()), max(log["ends"][1], s.max().item())]
+        levels = torch.tensor([[int(x) for x in row] for row in ["0" * 256, *run["clipped"]]])
+        for update, (row, level) in enumerate(zip(s.reshape(-1, 256), levels)):
+            next_level = level.reshape(8, 32)[update % 8]
+            most = [((level == 2) & sign).sum() for sign in signs]
+            counts = [(level == 1).sum(), *most, (next_level > 0).sum()]
+            medians = [float(f"{row[sign].median():.3g}") for sign in signs]
+            run["counts"].append([*map(int, counts), *medians])
+        if name == "gspo":  # those that are clipped before their minibatch comes for the first time
             by_length = sorted(range(256), key=lambda i: -len(log["step"]["responses"][i]))
-            log["early"] = [i for i in by_length if first[i] > 0]
+            log["early"] = [i for i in by_length if levels[i // 32, i] > 0]
     return log
 
 
 def length_numbers():
-    """For the second panel, by how tokens move, noise and length: the 5% and 95% quantiles of the
-    logarithms of a token ratio, s and the product, and the fraction outside each clip range."""
+    """For the second panel, by how tokens move, noise and length: the 5% and 95% quantiles of a
+    token ratio, of s and of the product, and the fraction outside each clip range."""
     torch.manual_seed(0)
     own = torch.randn(2000, max(LENGTHS), dtype=torch.float64)
     shared = torch.randn(2000, 1, dtype=torch.float64)
     ones = torch.ones(2000, 1)
     table = []
     for normal, drift in ((own, 0.0), (own, 0.01), (own * 0.9 ** 0.5 + shared * 0.1 ** 0.5, 0.0)):
-        for noise in NOISES:
-            log_ratios = normal * noise + drift
-            for length in LENGTHS:
-                x = log_ratios[:, :length]
-                s = gspo.sequence_ratio(x, torch.zeros_like(x), torch.ones_like(x))
-                row = []
-                for ratio in (x[:, 0].exp(), s, x.sum(dim=1).exp()):
-                    ends = ratio.log().quantile(ratio.new_tensor([0.05, 0.95])).tolist()
-                    row.append([float(f"{end:.4g}") for end in ends])
-                    for low, high in CLIP_RANGES.values():
-                        sides = [gspo.clip_fraction(ratio, sign * ones[:, 0], ones, low, high)
-                                 for sign in (1, -1)]
-                        row[-1].append(round(sum(sides).item(), 3))
-                table.append(row)
+        for noise, length in itertools.product(NOISES, LENGTHS):
+            x = normal[:, :length] * noise + drift
+            s = gspo.sequence_ratio(x, torch.zeros_like(x), torch.ones_like(x))
+            row = []
+            for ratio in (x[:, 0].exp(), s, x.sum(dim=1).exp()):
+                ends = ratio.quantile(ratio.new_tensor([0.05, 0.95])).tolist()
+                row.append([float(f"{end:.5g}") for end in ends])
+                for low, high in CLIP_RANGES.values():
+                    sides = [gspo.clip_fraction(ratio, sign * ones[:, 0], ones, low, high)
+                             for sign in (1, -1)]
+                    row[-1].append(round(sum(sides).item(), 3))
+            table.append(row)
     return table
 
 
@@ -244,40 +241,34 @@ def page():
     return TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
 
-# ---- the still: four moments of two runs ---------------------------------------------------------
-
-
-def draw_still(path):
+def draw_still():
+    """Four moments of the runs with and without the clip."""
     log = step_numbers()
     advantages = torch.tensor(log["step"]["advantages"])
-    blue, _ = STYLES["gspo"]
-    figure = Figure((11, 5.6), layout="constrained")
-    figure.suptitle("One rollout, 256 responses, 32 updates: without the clip, the updates push the "
-                    "wrong responses down without limit", fontsize=12)
+    figure = Figure((11, 5.4), layout="constrained")
+    figure.suptitle("256 responses in one step. Without the clip, the updates push the wrong ones "
+                    "(triangles) down without limit.")
     axes = figure.subplots(2, len(MOMENTS), sharex=True, sharey=True)
-    for name, row in zip(("gspo", "none"), axes):
+    for row, name, title in zip(axes, ("gspo", "none"), ("GSPO", "GSPO without clip")):
+        row[0].set_ylabel(f"{title}\nimportance ratio s")
         log_s = unpacked(log[name]["log_s"], torch.int16).reshape(UPDATES, -1) / 4000
         for update, axis in zip(MOMENTS, row):
-            clipped = torch.tensor([level != "0" for level in log[name]["clipped"][update - 1]])
             axis.set_yscale("asinh", linear_width=0.01)
-            axis.axhspan(*torch.tensor([0.99, 1.0133]).log().tolist(), color=blue, alpha=0.25, lw=0)
-            for chosen, color, marker, size in (
-                    (advantages > 0, "#00805e", "o", 20), (advantages < 0, "#a8438a", "v", 20),
-                    (advantages == 0, "#888888", ".", 12)):
+            axis.axhspan(math.log(0.99), math.log(1.0133), color=STYLES["gspo"][0], alpha=0.25)
+            axis.set_title(f"after update {update}", fontsize=11)
+            clipped = torch.tensor([level != "0" for level in log[name]["clipped"][update - 1]])
+            for chosen, color, marker in (
+                    (advantages > 0, "#00805e", "o"), (advantages < 0, "#a8438a", "v"),
+                    (advantages == 0, "gray", ".")):
                 for hollow in (False, True):
                     i = (chosen & (clipped == hollow)).nonzero()[:, 0]
-                    axis.scatter(i / 32 + 0.5, log_s[update - 1, i], size, marker=marker, lw=0.9,
+                    axis.scatter(i / 32 + 0.5, log_s[update - 1, i], 20, marker=marker, lw=0.9,
                                  edgecolors=color, facecolors="none" if hollow else color)
-            axis.set_title(f"after update {update}", fontsize=11)
-            ticks = [1.1, 1.01, 1, 0.99, 0.9, 0.5, 0.1, 0.01]
-            axis.set_yticks(torch.tensor(ticks).log().tolist(), map(str, ticks))
+            axis.set_yticks([math.log(x) for x in TICKS], map(str, TICKS), minor=False)
             axis.minorticks_off()
-            axis.set_xticks(range(1, 9))
-    axes[0, 0].set_ylabel("GSPO, with its clip\nimportance ratio s")
-    axes[1, 0].set_ylabel("GSPO without clip\nimportance ratio s")
     for axis in axes[1]:
         axis.set_xlabel("minibatch of the response")
-    figure.savefig(path, dpi=100)
+    figure.savefig(STILL, dpi=90)
 
 
 def main(argv=None):
@@ -286,7 +277,7 @@ def main(argv=None):
     if parser.parse_args(argv).record:
         record()
     PAGE.write_text(page(), encoding="utf-8")
-    draw_still(STILL)
+    draw_still()
     print(f"{PAGE}: {PAGE.stat().st_size / 1000:.0f} KB")
 
 
