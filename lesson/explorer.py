@@ -3,12 +3,11 @@
     python -m lesson.explorer              writes lesson/explorer.html and its still (seconds)
     python -m lesson.explorer --record     makes the three runs and their log first (minutes)
 
-The page is explorer_template.html with numbers in it. All of them come from gspo.py and from the
-log of three runs of 16 steps on the small world, with the seed and the settings of
-`python -m lesson.tiny`. Step 1 is GSPO's in all three. From step 2 on, one run goes on with GSPO,
-one without its clip, and one with GRPO. So all three have the same 256 responses in step 2, which
-is the step that the page shows. After each of its 32 updates, the log has log s of each response
-and whether it is clipped. At some moments, it also has the log-ratio of each token.
+The page is explorer_template.html with numbers from gspo.py and from the log of three runs on the
+small world, with the seed and settings of `python -m lesson.tiny`. The first three steps are
+GSPO's. From step 4 on, one run goes on with GSPO, one without its clip, and one with GRPO. So all
+have the same 256 responses in step 4, which the page shows. After each of its 32 updates, the log
+has log s of each response and whether it is clipped, and at some moments each token's log-ratio.
 """
 import argparse
 import base64
@@ -52,7 +51,6 @@ PRESETS = {  # the probabilities before and now
     "Tug of war": ([0.3] + [0.6] * 5, [0.6] + [0.5] * 5),
 }
 LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
-TICKS = [1.1, 1.01, 1, 0.99, 0.9, 0.5, 0.1, 0.01]  # of the still
 NOISES = [0.003, 0.01, 0.03, 0.1, 0.3]  # standard deviation of a token's log-ratio
 TOKENS_MOVE = ["independently", "independently, and all rise by 1%", "with 10% shared variance"]
 
@@ -62,6 +60,7 @@ TOKENS_MOVE = ["independently", "independently, and all rise by 1%", "with 10% s
 
 def logged_run(name):
     """One run, with the log of all responses of STEP after each of its updates."""
+    torch.set_num_threads(1)
     folder = world(0)
     cfg = train_math.parse_settings([
         *FLAGS, *RANGES["gspo"], "--model", str(folder / "model"), "--dataset",
@@ -78,8 +77,7 @@ def logged_run(name):
             step["batch"] = train_math.MicroBatch(
                 prompts, responses, range(len(responses)), cfg.device, advantages)
             step["old_log_probs"] = log_probs()
-            step["prompts"] = tokenizer.batch_decode(prompts[::cfg.group_size])
-            step["responses"] = [spelled(tokenizer, ids) for ids in responses]
+            step["prompts"], step["responses"] = prompts[::cfg.group_size], responses
         return train_math.build_minibatches(prompts, responses, advantages, cfg)
 
     @torch.no_grad()
@@ -100,28 +98,28 @@ def logged_run(name):
     train_math.train(cfg, model, tokenizer, questions, optimizer=optimizer, on_step=on_step,
                      build_minibatches=build_minibatches)
     answers = {row["question"]: row["answer"].split()[-1] for row in questions}
-    batch = step["batch"]
+    asked = [text.strip() for text in tokenizer.batch_decode(step["prompts"])]
     shared = {
-        "questions": [prompt.strip() for prompt in step["prompts"]],
-        "answers": [answers[prompt.strip()] for prompt in step["prompts"]],
-        "responses": step["responses"],
-        "advantages": [round(a, 2) for a in batch.advantages.tolist()],
+        "questions": asked,
+        "answers": [answers[question] for question in asked],
+        "responses": [spelled(tokenizer, ids) for ids in step["responses"]],
+        "advantages": [round(a, 2) for a in step["batch"].advantages.tolist()],
     }
-    return shared, {"rewards": rewards, **condensed(torch.stack(log_ratios), batch, RUNS[name])}
+    log = condensed(torch.stack(log_ratios), step["batch"], RUNS[name])
+    return shared, {"rewards": rewards, **log}
 
 
 def spelled(tokenizer, ids):
     """A response with one character per token, also for the end token and a new line."""
     pieces = [tokenizer.decode([i], skip_special_tokens=True) for i in ids]
-    return "".join({"\n": "⏎", "": "■"}.get(piece, piece) for piece in pieces)
+    return "".join({"\n": "⏎", " ": "␣", "": "■"}.get(piece, piece) for piece in pieces)
 
 
 def condensed(log_ratios, batch, settings):
     """What the log keeps of the log-ratios (updates, responses, tokens)."""
     zeros = torch.zeros_like(log_ratios[0])
-    first_turn = zeros.clone()  # before the minibatch of a response comes for the first time
-    for i in range(32, len(first_turn)):
-        first_turn[i] = log_ratios[i // 32 - 1, i]
+    i = torch.arange(len(zeros))
+    first_turn = torch.cat([zeros[None], log_ratios])[i // 32, i]  # before a minibatch first comes
     moments = [first_turn, *log_ratios[[update - 1 for update in MOMENTS]]]
     log_s = [gspo.sequence_ratio(x, zeros, batch.mask).log() for x in log_ratios]
     return {
@@ -136,8 +134,7 @@ def levels(log_ratio, batch, algorithm, eps_low, eps_high):
     ratio = log_ratio.exp()
     if algorithm == "gspo":
         ratio = gspo.sequence_ratio(log_ratio, torch.zeros_like(log_ratio), batch.mask)
-    for i in range(len(ratio)):
-        row = slice(i, i + 1)
+    for row in torch.arange(len(ratio)).split(1):
         fraction = gspo.clip_fraction(
             ratio[row], batch.advantages[row], batch.mask[row], eps_low, eps_high)
         yield "0" if fraction == 0 else "1" if fraction <= 0.5 else "2"
@@ -147,16 +144,10 @@ def coded(x):
     """Log-ratios as numbers from -127 to 127, precise to 3%. None of them changes its side of an
     end of GRPO's range by rounding."""
     low, high = math.log(1 - RUNS["grpo"][1]), math.log(1 + RUNS["grpo"][2])
-
-    def is_outside(x):
-        return ((x < low) | (x > high)).int()
-
     codes = (16 * (x / 0.01).asinh()).round()
-    return codes + x.sign() * (is_outside(x) - is_outside(decoded(codes)))
-
-
-def decoded(codes):
-    return 0.01 * (codes / 16).sinh()
+    rounded = 0.01 * (codes / 16).sinh()
+    is_outside, was_outside = ((y != y.clamp(low, high)).int() for y in (rounded, x))
+    return codes + x.sign() * (was_outside - is_outside)
 
 
 def packed(numbers, dtype):
@@ -167,17 +158,6 @@ def packed(numbers, dtype):
 
 def unpacked(text, dtype):
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=dtype).float()
-
-
-def record():
-    """Makes the three runs and writes their log."""
-    torch.set_num_threads(1)
-    log = {}
-    for name in RUNS:
-        shared, log[name] = logged_run(name)
-        if log.setdefault("step", shared) != shared:
-            raise RuntimeError(f"the runs have different responses in step {STEP}")
-    LOG.write_text(json.dumps(log, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
 
 
 # ---- the numbers of the page ---------------------------------------------------------------------
@@ -244,30 +224,29 @@ def page():
 def draw_still():
     """Four moments of the runs with and without the clip."""
     log = step_numbers()
-    advantages = torch.tensor(log["step"]["advantages"])
+    signs = torch.tensor(log["step"]["advantages"]).sign()
+    kinds = ((1, "#00805e", "o"), (-1, "#a8438a", "v"), (0, "gray", "."))
     figure = Figure((11, 5.4), layout="constrained")
-    figure.suptitle("256 responses in one step. Without the clip, the updates push the wrong ones "
-                    "(triangles) down without limit.")
+    figure.suptitle("Without the clip, the updates of a step push its wrong responses down without "
+                    "limit\n(circle: correct, triangle: wrong, hollow: clipped, grey dot: A = 0, "
+                    "blue: GSPO's clip range)")
+    ticks = [1.1, 1.01, 1, 0.99, 0.9, 0.5, 0.1, 0.01]
     axes = figure.subplots(2, len(MOMENTS), sharex=True, sharey=True)
-    for row, name, title in zip(axes, ("gspo", "none"), ("GSPO", "GSPO without clip")):
+    for row, (name, title) in zip(axes, {"gspo": "GSPO", "none": "GSPO without clip"}.items()):
         row[0].set_ylabel(f"{title}\nimportance ratio s")
         log_s = unpacked(log[name]["log_s"], torch.int16).reshape(UPDATES, -1) / 4000
         for update, axis in zip(MOMENTS, row):
             axis.set_yscale("asinh", linear_width=0.01)
             axis.axhspan(math.log(0.99), math.log(1.0133), color=STYLES["gspo"][0], alpha=0.25)
-            axis.set_title(f"after update {update}", fontsize=11)
+            axis.set(title=f"after update {update}", xlabel="minibatch of the response")
+            axis.label_outer()
             clipped = torch.tensor([level != "0" for level in log[name]["clipped"][update - 1]])
-            for chosen, color, marker in (
-                    (advantages > 0, "#00805e", "o"), (advantages < 0, "#a8438a", "v"),
-                    (advantages == 0, "gray", ".")):
-                for hollow in (False, True):
-                    i = (chosen & (clipped == hollow)).nonzero()[:, 0]
-                    axis.scatter(i / 32 + 0.5, log_s[update - 1, i], 20, marker=marker, lw=0.9,
-                                 edgecolors=color, facecolors="none" if hollow else color)
-            axis.set_yticks([math.log(x) for x in TICKS], map(str, TICKS), minor=False)
+            for (sign, color, marker), hollow in itertools.product(kinds, (False, True)):
+                i = ((signs == sign) & (clipped == hollow)).nonzero()[:, 0]
+                axis.scatter(i / 32 + 0.5, log_s[update - 1, i], 20, marker=marker, lw=0.9,
+                             edgecolors=color, facecolors="none" if hollow else color)
+            axis.set_yticks([math.log(s) for s in ticks], map(str, ticks))
             axis.minorticks_off()
-    for axis in axes[1]:
-        axis.set_xlabel("minibatch of the response")
     figure.savefig(STILL, dpi=90)
 
 
@@ -275,7 +254,12 @@ def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--record", action="store_true", help="make the three runs and their log")
     if parser.parse_args(argv).record:
-        record()
+        log = {}
+        for name in RUNS:
+            shared, log[name] = logged_run(name)
+            if log.setdefault("step", shared) != shared:
+                raise RuntimeError(f"the runs have different responses in step {STEP}")
+        LOG.write_text(json.dumps(log, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     draw_still()
     print(f"{PAGE}: {PAGE.stat().st_size / 1000:.0f} KB")

@@ -10,7 +10,7 @@ import torch
 
 import gspo
 from lesson import explorer
-from lesson.explorer import decoded, unpacked
+from lesson.explorer import unpacked
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
                None)
@@ -97,10 +97,11 @@ def test_log_s_and_clipping_agree_with_the_ratios_of_the_tokens(data, name):
     run, step = data["log"][name], data["log"]["step"]
     lengths = [len(response) for response in step["responses"]]
     codes = unpacked(run["tokens"], torch.int8).reshape(5, sum(lengths))
+    log_ratios = 0.01 * (codes / 16).sinh()
     log_s = torch.cat([torch.zeros(1, 256), log_s_of(run)])
     levels = ["0" * 256, *run["clipped"]]
-    for moment, row in enumerate(codes):
-        for i, log_ratio in enumerate(decoded(row).split(lengths)):
+    for moment, row in enumerate(log_ratios):
+        for i, log_ratio in enumerate(row.split(lengths)):
             update = explorer.MOMENTS[moment - 1] if moment else i // 32
             rounding = 0.035 * log_ratio.abs().mean().item() + 1e-3
             s = gspo.sequence_ratio(log_ratio[None], torch.zeros(1, len(log_ratio)),
