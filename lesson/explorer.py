@@ -203,7 +203,7 @@ def length_numbers():
             row = []
             for ratio in (x[:, 0].exp(), s, x.sum(dim=1).exp()):
                 ends = ratio.quantile(ratio.new_tensor([0.05, 0.95])).tolist()
-                row.append([float(f"{end:.5g}") for end in ends])
+                row.append([float(f"{end:.7g}") for end in ends])
                 for low, high in CLIP_RANGES.values():
                     sides = [gspo.clip_fraction(ratio, sign * ones[:, 0], ones, low, high)
                              for sign in (1, -1)]
