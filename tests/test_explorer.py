@@ -210,6 +210,8 @@ setTimeout(() => {
   $("early").click();
   const shown = {cases: worst.length, worst: Math.max(...worst), errors, updates: {}};
   shown.early = [u, chosen, document.querySelectorAll(".tokens").length];
+  $("c-gspo").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"}));
+  shown.left = chosen;
   shown.clipped = document.querySelectorAll("#rows em").length;
   shown.rows = document.querySelectorAll("#spread td").length;
   for (const k of [0, 8, 32]) {
@@ -237,6 +239,7 @@ def test_the_script_of_the_page_agrees_with_gspo_py(text, data, tmp_path):
     assert shown["rows"] == 3 * 4
     first = data["log"]["early"][0]
     assert shown["early"] == [first // 32, first, 3]
+    assert shown["left"] == first - 1, "the arrow keys choose a response"
     for update, (some, most) in shown["updates"].items():
         counts = [data["log"][name]["counts"][int(update)] for name in ("grpo", "gspo", "none")]
         assert some == [count[0] for count in counts]
