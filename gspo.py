@@ -37,9 +37,10 @@ def group_advantages(rewards, group_size, std_eps=1e-4):
 
     rewards (B,), where each `group_size` adjacent ones belong to one prompt -> (B,). The standard
     deviation is that of a sample (n - 1), as in torch, TRL and verl. std_eps has the unit of the
-    rewards. It is not in the paper, and avoids a division by 0. A group of equal rewards gives
-    exactly 0. ValueError: rewards that are not (B,) or not finite; a group_size below 2, or one
-    that does not divide B."""
+    rewards. It is not in the paper, and avoids a division by 0. Equal rewards give exactly 0.
+    ValueError: rewards that are no finite tensor (B,); a group_size below 2 or not dividing B."""
+    if not torch.is_tensor(rewards):
+        raise ValueError(f"rewards must be a tensor, not a {type(rewards).__name__}")
     _require(rewards.dim() == 1, rewards=rewards)
     n = len(rewards)
     if group_size < 2 or n % group_size:
@@ -75,7 +76,7 @@ def sequence_ratio(log_probs, old_log_probs, mask):
     log_probs, old_log_probs, mask (B, T) -> (B,). It is 1 for a response without tokens.
     ValueError: shapes that differ; a mask on the CPU with other values than 0 and 1."""
     mask = _boolean(mask)
-    return _token_mean(_log_ratio(log_probs, old_log_probs, mask), mask).exp()
+    return _exp(_token_mean(_log_ratio(log_probs, old_log_probs, mask), mask))
 
 
 def clipped_objective(ratio, advantages, eps_low, eps_high):
@@ -85,9 +86,8 @@ def clipped_objective(ratio, advantages, eps_low, eps_high):
     ratio and advantages have one shape, or size 1 where the other has more, such as (B, 1) and
     (B, T); a 0-dim advantages tensor serves all ratios. Where the clip is active, the gradient is
     0. eps_low in (0, 1] and eps_high > 0 are distances from 1, not bounds; eps_low=1, eps_high=1e9
-    switches the clip off. ValueError: other shapes (a (B,) tensor is never broadcast along T),
-    another clip range, or a distance that looks like a bound (eps_low from 0.9 to below 1, eps_high
-    from above 1 to 1.1)."""
+    switches the clip off. ValueError: other shapes (a (B,) tensor is never broadcast along T), or
+    another clip range, such as a distance that looks like a bound."""
     match = all(m == n or 1 in (m, n) for m, n in zip(ratio.shape, advantages.shape))
     _require(match and advantages.dim() in (0, ratio.dim()), ratio=ratio, advantages=advantages)
     _check_clip_range(eps_low, eps_high)
@@ -127,8 +127,7 @@ def gspo_token_loss(log_probs, old_log_probs, advantages, mask, eps_low=3e-4, ep
     clip is active. If the advantages are equal within each response, value and gradient are those
     of gspo_loss. ValueError: as in gspo_loss."""
     mask = _boolean(mask)
-    # log(\pi / sg[\pi]): the second argument is detached, so the value is 0 but has a gradient.
-    own = _log_ratio(log_probs, log_probs, mask)
+    own = _log_ratio(log_probs, log_probs.detach(), mask)  # 0, but with a gradient
     ratio = sequence_ratio(log_probs, old_log_probs, mask).detach()[:, None] * own.exp()
     advantages = _per_token("advantages", advantages, mask)
     objective = clipped_objective(ratio, advantages, eps_low, eps_high)
@@ -146,7 +145,7 @@ def grpo_loss(log_probs, old_log_probs, advantages, mask, eps_low=0.2, eps_high=
     -w_{i,t} A_i / (|y_i| denominator) for token t, or 0 where the clip is active. With a critic's
     advantages (B, T), this is PPO's clipped objective (Eq. 1). ValueError: as in gspo_loss."""
     mask = _boolean(mask)
-    ratio = _log_ratio(log_probs, old_log_probs, mask).exp()
+    ratio = _exp(_log_ratio(log_probs, old_log_probs, mask))
     advantages = _per_token("advantages", advantages, mask)
     objective = clipped_objective(ratio, advantages, eps_low, eps_high)
     return _loss(_token_mean(objective, mask), denominator)
@@ -214,6 +213,12 @@ def _log_ratio(log_probs, old_log_probs, mask):
     match = mask.dim() == 2 and log_probs.shape == old_log_probs.shape == mask.shape
     _require(match, log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
     return (_float(log_probs) - _float(old_log_probs.detach())).masked_fill(~mask, 0)
+
+
+def _exp(log_ratio):
+    """exp(log_ratio), but at most exp(80): where the clip is active, the gradient of 0 would become
+    NaN at an infinite ratio. A clamp would remove the gradient where the clip is not active."""
+    return (log_ratio - (log_ratio.detach() - 80).clamp(min=0)).exp()
 
 
 def _per_token(name, x, mask):

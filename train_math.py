@@ -6,45 +6,45 @@ r"""Fine-tune a small language model with GSPO on questions whose answers can be
 Read it from top to bottom: settings; prompts and responses; minibatches and log-probs; the step,
 which is the algorithm; evaluation and the training loop. The maths is in gspo.py, and support/ has
 what surrounds the algorithm. For a task of your own, write a reward function:
-`train_math.main(reward=my_reward)`. For a loss of your own, add an entry to ALGORITHMS. To use a
-model that you have loaded yourself, call `train(...)`.
+`train_math.main(reward=my_reward)`. Parts lists what else can be replaced in this way. For a loss
+or advantages of your own, add an entry to ALGORITHMS.
 
 In this file a *step* is one rollout with all its updates. (In TRL and Hugging Face, a step is one
-optimizer step.) log s is the logarithm of a response's importance ratio. Some choices are fixed:
-AdamW without weight decay, a gradient norm of at most 1, a learning rate that falls linearly to a
-tenth, and the same minibatches in every epoch. This script does not support several GPUs, a KL
-penalty, an inference engine or a learning rate warm-up.
+optimizer step.) log s is the logarithm of a response's importance ratio. Some choices are fixed: a
+gradient norm of at most 1, a learning rate that falls linearly to a tenth, and the same minibatches
+in every epoch. There is no KL penalty, no inference engine, no warm-up, and only one GPU.
 """
+import copy
 import itertools
 import time
 from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
 from gspo import group_advantages, grpo_loss, gspo_loss, gspo_token_loss, token_log_probs
+from support.cuda_sampling import generate, largest_gap
 from support.metrics import evaluation_metrics, rollout_metrics, update_metrics
-from support.models import check_weights, load, tf32_matmuls
-from support.program import check_values, exits_with, flag, parse, program
-from support.questions import load_questions
+from support.models import adamw, check_finite, load, tf32_matmuls
+from support.program import check_values, exits_with, flag, guarded_run, parse, replace_parts
+from support.questions import load_questions, unused_questions
 from support.rewards import correctness_reward, extract_answer, gold_answer, score, score_rollout
-from support.runs import Run, load_state
-from support.sampling import end_tokens, rollout
-from support.trial import try_parts
+from support.runs import Run, load_state, locked
+from support.sampling import check_rollout, end_tokens
+from support.trial import check_model
 
 
 class Algorithm(NamedTuple):
     """What distinguishes one algorithm from another. A new algorithm is a row of ALGORITHMS."""
-    loss: Callable  # called like gspo_loss
+    loss: Callable  # called like gspo_loss, and with what is in MicroBatch.extra
     eps_low: float  # default clip range
     eps_high: float
     ratio: str  # which importance ratio is clipped, for clip_fraction: "sequence" or "token"
     advantages: Callable = group_advantages  # called with rewards (B,) and group_size
-    keeps_all: bool = False  # also responses with advantage 0, for a KL or entropy term in the loss
-    needs_batch: bool = False  # whether the loss also gets batch=MicroBatch and cfg=Settings
 
 
 ALGORITHMS = {
@@ -54,16 +54,12 @@ ALGORITHMS = {
 }
 
 
-# ---- settings ------------------------------------------------------------------------------------
-
-
 @dataclass
 class Settings:
     model: str = flag("Qwen/Qwen2.5-0.5B-Instruct", "hub id or folder")
     dataset: str = flag(
-        "openai/gsm8k",
-        "hub id, folder with train and test files, or one .jsonl, .json, .csv or .parquet file; "
-        "each row has a question and an answer, '42' or '... #### 42'")
+        "openai/gsm8k", "hub id, folder with train and test files, or one file; each row has a "
+        "question and an answer, '42' or '... #### 42'")
     output_dir: str = flag("runs/math", "a run that is saved there is resumed")
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
     seed: int = flag(0, "seed of the order of the questions and of the sampling")
@@ -84,8 +80,8 @@ class Settings:
     temperature: float = flag(1.0, "sampling temperature; log-probs are computed at it, too")
     max_completion_length: int = flag(512, "tokens per response; a longer response is cut")
     # Memory and evaluation
-    micro_batch_tokens: int = flag(1024, "tokens per forward pass in the update; with the default "
-                                   "model, 1024 need 12 GiB, and 8192 need 36 GiB and less time")
+    micro_batch_tokens: int | None = flag(
+        None, "tokens per forward pass in the update; default: what fits the memory of the GPU")
     rollout_rows: int = flag(256, "responses sampled at once")
     save_steps: int = flag(25, "rollouts between two saves of the run")
     eval_steps: int | None = flag(None, "rollouts between two evaluations; default: save_steps")
@@ -110,42 +106,47 @@ def parse_settings(argv=None):
 
 def encode_prompts(tokenizer, questions, cfg):
     """The token ids of each question in the chat template (for Qwen3: without thinking)."""
+    system = [{"role": "system", "content": cfg.system}] if cfg.system else []
     chats = []
     for row in questions:
-        chat = [{"role": "user", "content": f"{row['question']}\n{cfg.instruction}"}]
-        if cfg.system:
-            chat.insert(0, {"role": "system", "content": cfg.system})
-        chats.append(chat)
+        text = f"{row['question']}\n{cfg.instruction}"
+        chats.append([*system, {"role": "user", "content": text}])
     return tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=False,
                                          return_dict=True).input_ids
 
 
-class Rollout(NamedTuple):
-    """The B = len(prompts) * group_size responses to some prompts, group by group."""
-    prompts: list  # token ids of each prompt
-    responses: list  # token ids of each response, the end token included
-    texts: list  # each response as a text, without the end token
-    log_probs: torch.Tensor  # (B, max_completion_length): the sampler's log-probs, 0 after the end
-    questions: list | None = None  # if a `sample` of your own has answered other questions
-    columns: dict | None = None  # for the reward: {name: a list with a value for each response}
+@dataclass
+class Rollout:
+    """B responses and what is known about them: each field has one entry for each response. The
+    group_size responses to one prompt are a group, and stand together."""
+    questions: list  # the row of its question; the reward gets the columns of these rows
+    prompts: list  # the token ids of its prompt
+    responses: list  # its token ids, the end token included
+    log_probs: torch.Tensor  # (B, max_completion_length): the sampler's, 0 where not sampled
+    texts: list  # its text, without the end token
+    is_sampled: list  # for each of its tokens: True, or False if a tool or a user wrote it
 
 
-def sample(model, tokenizer, questions, group_size, temperature, cfg,
-           encode_prompts=encode_prompts, rollout=rollout, **unused):
+def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
     """Sample `group_size` responses to each question (temperature 0: greedy). Returns a Rollout."""
-    prompts = encode_prompts(tokenizer, questions, cfg)
+    questions = copy.deepcopy(questions)  # a part of yours may change them
+    prompts = parts.encode_prompts(tokenizer, questions, cfg)
     end_ids = end_tokens(model, tokenizer)
-    prompts_at_once = max(1, cfg.rollout_rows // group_size)
-    responses = []
-    log_probs = []
+    prompts_at_once = max(1, cfg.rollout_rows // max(2, group_size))  # to read them needs memory
+    generated = []
     for i in range(0, len(prompts), prompts_at_once):
-        some_responses, some_log_probs = rollout(
+        generated.append(parts.generate(
             model, prompts[i:i + prompts_at_once], group_size, cfg.max_completion_length,
-            temperature, end_ids)
-        responses += some_responses
-        log_probs.append(some_log_probs)
+            temperature, end_ids))
+    responses, log_probs, *more = zip(*generated)
+    responses = list(itertools.chain(*responses))
+    is_sampled = [[True] * len(response) for response in responses]
+    if more:  # a `generate` of your own may return is_sampled, too
+        is_sampled = list(itertools.chain(*more[0]))
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    return Rollout(prompts, responses, texts, torch.cat(log_probs))
+    questions = [row for row in questions for _ in range(group_size)]
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    return Rollout(questions, prompts, responses, torch.cat(log_probs).cpu(), texts, is_sampled)
 
 
 # ---- minibatches and log-probs -------------------------------------------------------------------
@@ -154,63 +155,63 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg,
 class MicroBatch:
     """Some responses of a rollout, with their prompts, that go through the model at once."""
 
-    def __init__(self, prompts, responses, indices, device, advantages=None):
-        """indices: which responses; prompts: the prompt of each response; advantages: (B,), or
-        (B, n) if a build_minibatches of your own turns them into advantages per token."""
+    def __init__(self, rollout, advantages, indices, device):
+        """indices: which responses; advantages: of all responses, (B,), or (B, n) if a
+        build_minibatches of your own turns them into advantages per token."""
         ids = []
         mask = []
+        log_probs = []
         for i in indices:
-            ids.append(torch.tensor(prompts[i] + responses[i]))
-            # The mask is made from lengths. If it were made from pad tokens, it would miss the end
-            # token of a model that uses the same token for padding and for the end.
-            is_response = [False] * len(prompts[i]) + [True] * len(responses[i])
-            mask.append(torch.tensor(is_response[1:]))  # position t predicts token t + 1
+            prompt, response = rollout.prompts[i], rollout.responses[i]
+            ids.append(torch.tensor(prompt + response))
+            # A mask that is made from pad tokens would miss the end token of some models.
+            is_sampled = [False] * len(prompt) + rollout.is_sampled[i]
+            mask.append(torch.tensor(is_sampled[1:]))  # position t predicts token t + 1
+            log_probs.append(pad(rollout.log_probs[i, :len(response)], (len(prompt) - 1, 0)))
         self.indices = list(indices)
         self.ids = pad_sequence(ids, batch_first=True).to(device)  # (b, L), padded on the right
         self.mask = pad_sequence(mask, batch_first=True).to(device)  # (b, L - 1), for ids[:, 1:]
-        self.advantages = None  # (b,), or (b, L - 1) for losses with an advantage per token
-        if advantages is not None:
-            self.advantages = advantages[self.indices].to(device)
-        self.old_log_probs = None  # (b, L - 1), computed before the first update
+        self.sampler_log_probs = pad_sequence(log_probs, batch_first=True).to(device)  # (b, L - 1)
+        self.old_log_probs = None  # (b, L - 1), computed before the first update if still None
+        self.advantages = advantages[self.indices].to(device)  # (b,), or (b, L - 1) for tokens
+        self.extra = {}  # further arguments for a loss of your own, by their names
 
 
-def build_minibatches(prompts, responses, advantages, cfg):
+def build_minibatches(rollout, advantages, cfg, keeps_all=False):
     """Split a rollout into minibatches, one per optimizer step: lists of micro-batches.
 
     A micro-batch holds at most micro_batch_tokens, or a single response. The micro-batches are
     built once and serve for the old and the new log-probs. With other padding or other neighbours,
     the same log-probs would be rounded differently, and GSPO's clip range is so narrow that this
-    would matter. Responses with advantage 0 have no gradient. They are left out here, but
-    train_step counts them in the denominator. A minibatch without any gradient is left out, too."""
-    keeps_all = ALGORITHMS[cfg.algorithm].keeps_all
+    would matter. Responses with advantage 0 have no gradient and are left out, as are empty
+    minibatches, but train_step counts them in the denominator. keeps_all: all responses stay, for
+    a loss with a KL or entropy term."""
     minibatches = []
-    size = len(responses) // cfg.minibatches
-    for start in range(0, len(responses), size):
+    size = len(rollout.responses) // cfg.minibatches  # a multiple of group_size
+    for start in range(0, len(rollout.responses), size):
         indices = [i for i in range(start, start + size) if keeps_all or advantages[i].any()]
-        lengths = {i: len(prompts[i]) + len(responses[i]) for i in indices}
-        groups = []
+        lengths = {i: len(rollout.prompts[i]) + len(rollout.responses[i]) for i in indices}
+        splits = []  # the indices of each micro-batch
         for i in sorted(indices, key=lengths.get):  # similar lengths together need little padding
-            if not groups or (len(groups[-1]) + 1) * lengths[i] > cfg.micro_batch_tokens:
-                groups.append([])
-            groups[-1].append(i)
-        if groups:
-            minibatches.append([
-                MicroBatch(prompts, responses, group, cfg.device, advantages) for group in groups])
+            if not splits or (len(splits[-1]) + 1) * lengths[i] > cfg.micro_batch_tokens:
+                splits.append([])
+            splits[-1].append(i)
+        minibatch = [MicroBatch(rollout, advantages, split, cfg.device) for split in splits]
+        if minibatch:
+            minibatches.append(minibatch)
     return minibatches
 
 
 def response_log_probs(model, batch, temperature):
-    """The log-probs (b, L - 1) of the response tokens; 0 elsewhere.
-
-    In three lines, since position t predicts token t + 1:
+    """The log-probs (b, L - 1) of the sampled tokens; 0 elsewhere. In three lines, since position t
+    predicts token t + 1:
 
         logits = model(batch.ids).logits[:, :-1]
         log_probs = torch.log_softmax(logits / temperature, dim=-1)
         return log_probs.gather(-1, batch.ids[:, 1:, None])[..., 0] * batch.mask
 
-    But with a vocabulary of 151,936 tokens, the logits would need more memory than anything else.
-    Therefore only response tokens go through the head, in chunks, and the chunks are computed again
-    in the backward pass."""
+    But with a vocabulary of 151,936 tokens, the logits would need most of the memory. Therefore
+    only sampled tokens go through the head, in chunks that the backward pass computes again."""
     hidden = model.get_decoder()(input_ids=batch.ids, use_cache=False).last_hidden_state
     hidden = hidden[:, :-1][batch.mask]
     tokens = batch.ids[:, 1:][batch.mask]
@@ -231,54 +232,47 @@ def response_log_probs(model, batch, temperature):
 
 @dataclass
 class Parts:
-    """The functions that main(), train(), train_step() and evaluate() let you replace by name."""
+    """The functions that main(), train() and evaluate() let you replace: main(reward=my_reward)."""
     reward: Callable = correctness_reward
-    sample: Callable = sample
+    load: Callable = load  # main() calls it with the name of the model and the device
+    make_optimizer: Callable = adamw  # train() calls it with the model
     encode_prompts: Callable = encode_prompts
-    rollout: Callable = rollout
-    group_advantages: Callable | None = None  # None: the one of the algorithm
+    generate: Callable = generate
+    sample: Callable = sample
     build_minibatches: Callable = build_minibatches
     response_log_probs: Callable = response_log_probs
-    loss: Callable | None = None  # None: the one of the algorithm
-
-    def completed(self, algorithm):
-        """These parts, with the loss and the advantages of the algorithm where they are None."""
-        self.loss = self.loss or algorithm.loss
-        self.group_advantages = self.group_advantages or algorithm.advantages
-        return self
 
 
 # ---- the algorithm -------------------------------------------------------------------------------
 
 
-def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
-    """One rollout on these questions and all updates on it. Returns the metrics of the step.
-
-    replaced: functions to use in place of the default ones, by their names in Parts."""
+def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
+    """One rollout on these questions and all updates on it. Returns the metrics of the step."""
     algorithm = ALGORITHMS[cfg.algorithm]
-    parts = Parts(**replaced).completed(algorithm)
     torch.manual_seed(cfg.seed * 1_000_003 + step)  # a resumed run draws the same numbers
     progress = (step - 1) / max(1, cfg.max_steps - 1)
-    optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - 0.9 * progress)
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = cfg.learning_rate * (1 - 0.9 * progress)
     start = time.perf_counter()
 
     # 1 SAMPLE group_size responses to each question from the current policy.
-    rollout = parts.sample(
-        model, tokenizer, questions, cfg.group_size, cfg.temperature, cfg, **vars(parts))
+    rollout = parts.sample(model, tokenizer, questions, cfg.group_size, cfg.temperature, cfg, parts)
+    check_rollout(rollout, questions, cfg.group_size)
     seconds_rollout = time.perf_counter() - start
 
     # 2 SCORE the responses, and compare each reward with the others of its group.
-    rewards, own_metrics = score_rollout(parts.reward, rollout.questions or questions, rollout, cfg)
-    advantages = parts.group_advantages(rewards, cfg.group_size)
+    rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
+    advantages = algorithm.advantages(rewards, cfg.group_size)
 
     # 3 REMEMBER the old log-probs. They are computed by the forward pass of the update, on the same
     # micro-batches, and not by the sampler. The sampler rounds differently, and this difference
     # can be as large as GSPO's clip range. This way, only a change of the weights moves the ratio.
-    prompts = [prompt for prompt in rollout.prompts for _ in range(cfg.group_size)]
-    minibatches = parts.build_minibatches(prompts, rollout.responses, advantages, cfg)
+    minibatches = parts.build_minibatches(rollout, advantages, cfg)
     with torch.no_grad():
         for batch in itertools.chain(*minibatches):
-            batch.old_log_probs = parts.response_log_probs(model, batch, cfg.temperature)
+            batch.is_on_policy = batch.old_log_probs is None  # or else a part of yours has set them
+            if batch.is_on_policy:
+                batch.old_log_probs = parts.response_log_probs(model, batch, cfg.temperature)
 
     # 4 UPDATE. ONE ROLLOUT, SEVERAL OPTIMIZER STEPS: in the first minibatch, the weights are still
     # those of the old log-probs. Every importance ratio is exactly 1, and nothing can be clipped.
@@ -293,9 +287,8 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
         update = []
         for batch in minibatch:
             log_probs = parts.response_log_probs(model, batch, cfg.temperature)
-            more = {"batch": batch, "cfg": cfg} if algorithm.needs_batch else {}
-            loss = parts.loss(log_probs, batch.old_log_probs, batch.advantages, batch.mask,
-                              eps_low, eps_high, denominator=denominator, **more)
+            loss = algorithm.loss(log_probs, batch.old_log_probs, batch.advantages, batch.mask,
+                                  eps_low, eps_high, denominator, **batch.extra)
             with tf32_matmuls():
                 loss.backward()
             update.append((batch, log_probs.detach(), loss.item()))
@@ -304,7 +297,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, **replaced):
         optimizer.zero_grad()
         updates.append(update)
 
-    check_weights(model, step)  # FloatingPointError: they are not finite
+    check_finite(model, grad_norms, step)  # FloatingPointError: they are not
     return {
         **own_metrics,
         "step": step,
@@ -324,76 +317,73 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
 
     With the default reward, eval_last_number is the accuracy if the last number of a response
     counts as its answer, whatever its format. eval_results has a dict for each question."""
-    parts = Parts(**replaced)
-    rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, **vars(parts))
-    rewards, own_metrics = score_rollout(parts.reward, questions, rollout, cfg)
+    parts = replace_parts(Parts(), replaced)
+    rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, parts)
+    check_rollout(rollout, questions, 1)
+    rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
     scores = {"reward": rewards}
     if parts.reward is correctness_reward:
-        scores["last_number"] = score(parts.reward, questions, rollout.texts, strict=False)
-    return evaluation_metrics(questions, rollout, scores, own_metrics)
+        scores["last_number"] = score(parts.reward, rollout.questions, rollout.texts, strict=False)
+    return evaluation_metrics(rollout, scores, own_metrics)
 
 
 def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(), on_step=None,
-          optimizer=None, **replaced):
+          user_state=None, **replaced):
     """Train for max_steps rollouts, from the beginning or from a saved state.
 
     questions, held_out: lists of dicts with a "question" and the columns that the reward needs.
     state: from load_state. on_step: called with the metrics of each step, such as wandb.log.
-    replaced: functions to use in place of the default ones, by their names in Parts, such as
-    reward=f. Once `stopped` is not empty, the run ends after its step. If output_dir is None,
-    nothing is printed or written. Returns the metrics, one dict per step; step 0 is only an
-    evaluation. ValueError: no questions, weights that cannot be trained, a folder with a run."""
+    user_state: a dict of your own that is saved with the run; resuming gives it its saved values.
+    replaced: functions to use in place of the default ones, by their names in Parts. Once `stopped`
+    is not empty, the run ends after its step. If output_dir is None, nothing is printed or written.
+    Returns the metrics, one dict per step; step 0 is only an evaluation. ValueError: these
+    arguments cannot be used. OSError: the run cannot be saved."""
     model.eval()  # without dropout, which would give each forward pass other log-probs
     questions = list(questions)
-    optimizer = optimizer or torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
+    parts = replace_parts(Parts(), replaced)
+    optimizer = parts.make_optimizer(model)
     optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
-    with Run(cfg, model, tokenizer, optimizer, questions, state) as run:
-        stream = run.unused_questions()
+    with locked(cfg.output_dir), Run(
+            cfg, model, tokenizer, optimizer, questions, state, user_state) as run:
+        stream = unused_questions(questions, cfg, max(0, len(run.rows) - 1))
         for step in tqdm(range(len(run.rows), cfg.max_steps + 1), cfg.algorithm):
             if step == 0:
                 row = {"step": 0, "settings": run.settings}
             else:
                 picked = list(itertools.islice(stream, cfg.prompts_per_step))
-                row = train_step(model, tokenizer, optimizer, picked, step, cfg, **replaced)
-            run.add(row)
+                row = train_step(model, tokenizer, optimizer, picked, step, cfg, parts)
+            run.add(row, largest_gap(parts.generate, model))
             is_last = step == cfg.max_steps
             if held_out and (is_last or step % (cfg.eval_steps or cfg.save_steps) == 0):
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
                 run.results = row.pop("eval_results")
+            if on_step:
+                on_step(dict(row))
             if is_last or step % cfg.save_steps == 0 or stopped:
                 run.save()
             run.report()
-            if on_step:
-                on_step(dict(row))
             if stopped:
                 break
     return run.rows
 
 
-def check_model(model, tokenizer, questions, cfg, **replaced):
-    """Try the parts on two short responses before the long work begins.
-
-    ValueError: the model or a part cannot be used. RewardError: as in score."""
-    algorithm = ALGORITHMS[cfg.algorithm]
-    try_parts(model, tokenizer, questions, cfg, Parts(**replaced), algorithm, MicroBatch)
-
-
-def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
-    """The script. The keywords are those of train(), such as a reward function of your own."""
+def main(argv=None, reward=correctness_reward, on_step=None, user_state=None, **replaced):
+    """The script. on_step, user_state and the functions that are replaced are those of train()."""
     cfg = parse_settings(argv)
-    replaced["reward"] = reward
-    with program(cfg) as stopped:
+    parts = replace_parts(Parts(reward), replaced)
+    with guarded_run(cfg) as stopped:
         with exits_with(f"--dataset {cfg.dataset}"):
             questions, held_out = load_questions(cfg, reward)
         with exits_with(f"--output_dir {cfg.output_dir}"):
             state = load_state(cfg, questions)
         with exits_with(f"--model {cfg.model} --device {cfg.device}"):
-            model, tokenizer = load(cfg.model, cfg.device)
-            check_model(model, tokenizer, questions + held_out, cfg, **replaced)
-        tqdm.write(f"{cfg.model}: {model.num_parameters():,} parameters on {cfg.device}; "
-                   f"{len(questions):,} questions and {len(held_out):,} held-out ones")
-        train(cfg, model, tokenizer, questions, held_out, state, stopped, on_step, **replaced)
+            model, tokenizer = parts.load(cfg.model, cfg.device)
+        with exits_with(f"a trial of {cfg.model} and the parts", ValueError):
+            check_model(model, tokenizer, questions + held_out, cfg, parts, ALGORITHMS)
+        tqdm.write(f"{cfg.device}: {model.num_parameters():,} parameters, {cfg.micro_batch_tokens} "
+                   f"tokens at once, {len(questions)} questions and {len(held_out)} held-out ones")
+        train(cfg, model, tokenizer, questions, held_out, state, stopped, on_step, user_state,
+              **vars(parts))
 
 
 if __name__ == "__main__":

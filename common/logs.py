@@ -3,34 +3,53 @@
     python -m common.logs pack FOLDER FILE      all .jsonl files below FOLDER, in one FILE
     python -m common.logs unpack FILE FOLDER    the files again
 
+A file whose name ends in .gz is compressed; `zcat FILE` shows it.
+
 In a packed file the first key of each row, "log", is the path of the file that it comes from,
 without .jsonl. If two files are equal, the second one is a single row: {"log": ..., "same_as": ...}
 """
 import argparse
+import gzip
 import json
+import zlib
 from pathlib import Path
+
+
+def contents(path):
+    """The bytes of a file, b"" if it does not exist. A .gz file is decompressed, apart from an end
+    that is incomplete."""
+    if not path.exists():
+        return b""
+    data = path.read_bytes()
+    if path.suffix != ".gz":
+        return data
+    found = b""
+    while data:
+        member = zlib.decompressobj(wbits=31)
+        found += member.decompress(data)
+        data = member.unused_data
+    return found
 
 
 def read(path):
     """The rows of a .jsonl file. A line that is incomplete, because its writer was killed, is left
     out."""
-    path = Path(path)
     rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                pass
+    for line in contents(Path(path)).decode("utf-8", errors="replace").split("\n"):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            pass
     return rows
 
 
 def append(path, row):
     """Adds one row to the file, on a line of its own even if the last line is incomplete."""
     path = Path(path)
-    written = path.read_bytes() if path.exists() else b""
+    written = contents(path)
     is_incomplete = written and not written.endswith(b"\n")
-    with open(path, "a", encoding="utf-8") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "at", encoding="utf-8") as file:
         if is_incomplete:
             file.write("\n")
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -40,7 +59,8 @@ def write(path, rows):
     """Writes a new .jsonl file. If the write is interrupted, the old file stays as it was."""
     aside = path.with_suffix(".partial")
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    aside.write_text("".join(lines), encoding="utf-8")
+    data = "".join(lines).encode("utf-8")
+    aside.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     aside.replace(path)
 
 

@@ -67,18 +67,17 @@ def logged_run(name):
         str(folder / "questions"), "--instruction", "", "--output_dir", ""])
     questions, _ = load_questions(cfg, train_math.correctness_reward)
     model, tokenizer = load(cfg.model, cfg.device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
-    rewards = []  # of each step
+    rewards = []  # of steps 0, 1, ...
     step = {}
     log_ratios = []  # after each update: (256, L), for all responses, also those with advantage 0
 
-    def build_minibatches(prompts, responses, advantages, cfg):
-        if len(rewards) == STEP - 1:
+    def build_minibatches(rollout, advantages, cfg):
+        if len(rewards) == STEP:
+            step["rollout"] = rollout
             step["batch"] = train_math.MicroBatch(
-                prompts, responses, range(len(responses)), cfg.device, advantages)
+                rollout, advantages, range(len(advantages)), cfg.device)
             step["old_log_probs"] = log_probs()
-            step["prompts"], step["responses"] = prompts[::cfg.group_size], responses
-        return train_math.build_minibatches(prompts, responses, advantages, cfg)
+        return train_math.build_minibatches(rollout, advantages, cfg)
 
     @torch.no_grad()
     def log_probs():
@@ -88,25 +87,27 @@ def logged_run(name):
         if step and len(log_ratios) < UPDATES:
             log_ratios.append(log_probs() - step["old_log_probs"])
 
+    def make_optimizer(model):
+        optimizer = train_math.adamw(model)
+        optimizer.register_step_post_hook(after_update)
+        return optimizer
+
     def on_step(row):
-        if row["step"] > 0:
-            rewards.append(round(row["reward"], 4))
+        rewards.append(row.get("reward"))  # None in step 0
         if row["step"] == STEP - 1:
             cfg.algorithm, cfg.eps_low, cfg.eps_high = RUNS[name]
 
-    optimizer.register_step_post_hook(after_update)
-    train_math.train(cfg, model, tokenizer, questions, optimizer=optimizer, on_step=on_step,
-                     build_minibatches=build_minibatches)
-    answers = {row["question"]: row["answer"].split()[-1] for row in questions}
-    asked = [text.strip() for text in tokenizer.batch_decode(step["prompts"])]
+    train_math.train(cfg, model, tokenizer, questions, on_step=on_step,
+                     make_optimizer=make_optimizer, build_minibatches=build_minibatches)
+    asked = step["rollout"].questions[::cfg.group_size]
     shared = {
-        "questions": asked,
-        "answers": [answers[question] for question in asked],
-        "responses": [spelled(tokenizer, ids) for ids in step["responses"]],
+        "questions": [row["question"] for row in asked],
+        "answers": [row["answer"].split()[-1] for row in asked],
+        "responses": [spelled(tokenizer, ids) for ids in step["rollout"].responses],
         "advantages": [round(a, 2) for a in step["batch"].advantages.tolist()],
     }
     log = condensed(torch.stack(log_ratios), step["batch"], RUNS[name])
-    return shared, {"rewards": rewards, **log}
+    return shared, {"rewards": [round(reward, 4) for reward in rewards[1:]], **log}
 
 
 def spelled(tokenizer, ids):

@@ -44,22 +44,27 @@ TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # 0: greedy
 # ---- questions and worked answers ----------------------------------------------------------------
 
 
+def sums(pair, labels, rng=None, slips=0.0):
+    """(the text of the sums, the last digit): "c3+7=0b7+0=7a0+7=7" for the pair 3, 7. With the
+    probability `slips`, the result of a sum is a random digit, and the later sums go on from it."""
+    text = ""
+    for label in labels:
+        digit = rng.randrange(10) if rng and rng.random() < slips else sum(pair) % 10
+        text += f"{label}{pair[0]}+{pair[1]}={digit}"
+        pair = pair[1], digit
+    return text, pair[1]
+
+
 def rabbits(pairs, months, rng=None, slips=0.0):
     """{"question", "answer", "worked"}: the last digit of the number of rabbits after some months.
 
-    Each month has the sum of the two months before. The worked answer is "c3+7=0b7+0=7a0+7=7" and
-    then "#### 7". With the probability `slips`, a step has a random digit as its result, and the
-    later steps go on from it."""
+    Each month has the sum of the two months before. The worked answer is the text of these sums,
+    perhaps with `slips`, and then "#### 7"."""
     question = f"Rabbits: {pairs[0]}, then {pairs[1]}. In {MONTHS[months - 1]} months?"
-    written = pairs
-    steps = ""
-    for month in reversed(MONTHS[:months]):
-        pairs = pairs[1], sum(pairs) % 10
-        digit = rng.randrange(10) if rng and rng.random() < slips else sum(written) % 10
-        steps += f"{month}{written[0]}+{written[1]}={digit}"
-        written = written[1], digit
-    return {"question": question, "answer": f"#### {pairs[1]}",
-            "worked": f"{steps}\n#### {written[1]}"}
+    labels = MONTHS[:months][::-1]
+    text, digit = sums(pairs, labels, rng, slips)
+    return {"question": question, "answer": f"#### {sums(pairs, labels)[1]}",
+            "worked": f"{text}\n#### {digit}"}
 
 
 def questions():

@@ -1,27 +1,47 @@
 """The models of train_math.py: loading, and the precision of their weights and products."""
 import contextlib
+import math
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def load(name, device):
-    """(model, tokenizer) from a hub id or a folder. All weights are float32: in bf16, most updates
-    at a learning rate of 1e-6 are smaller than the distance to the next number."""
+    """(model, tokenizer) from a hub id or a folder, in float32. In bf16, most updates at a learning
+    rate of 1e-6 would round to nothing. ValueError: weights are missing or not finite."""
     torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
-    if model.device.type == "cuda":
-        torch.cuda.set_device(model.device)  # CUDA graphs use the current device
-    return model, AutoTokenizer.from_pretrained(name)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:  # they would be random
+        raise ValueError(f"{len(missing)} weights are missing in its files, such as {missing[0]}")
+    if not is_finite(model):
+        raise ValueError("its weights are not finite")
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+
+
+def adamw(model):
+    """The optimizer of this model. train_step sets its learning rate."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
+
+
+def micro_batch_tokens(device):
+    """What fits into the memory of this GPU with the default model; 1024 on CPUs."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return 1024
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30  # in GiB
+    for least, tokens in (44, 8192), (32, 4096), (22, 2048), (14, 1024):
+        if memory >= least:
+            return tokens
+    return 512
 
 
 @contextlib.contextmanager
 def tf32_matmuls():
     """TF32 for the matrix products of the backward pass, which makes them faster on CUDA.
 
-    It changes a gradient by a relative error of about 1e-3. The forward pass, which computes log s,
-    stays in float32: TF32 would change log s by 2e-4, almost as much as GSPO's clip range. (The
-    head is computed again in the backward pass, in TF32.) On CPUs this setting has no effect."""
+    It changes a gradient by a relative error of about 1e-3. The forward pass stays in float32: TF32
+    would change log s by 2e-4, almost as much as GSPO's clip range. CPUs do not have it."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = True
@@ -31,7 +51,11 @@ def tf32_matmuls():
         matmul.allow_tf32 = before
 
 
-def check_weights_can_be_trained(model):
+def is_finite(model):
+    return all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def check_trainable(model):
     """ValueError: all weights are frozen, or those that are not frozen are not in float32."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -41,8 +65,8 @@ def check_weights_can_be_trained(model):
                          "nothing. Load it in float32: from_pretrained(..., dtype=torch.float32)")
 
 
-def check_weights(model, step):
-    """FloatingPointError: the weights are not finite after this step."""
-    if not all(p.isfinite().all() for p in model.parameters()):
+def check_finite(model, grad_norms, step):
+    """FloatingPointError: the gradients of this step or the weights after it are not finite."""
+    if not all(map(math.isfinite, grad_norms)) or not is_finite(model):
         raise FloatingPointError(f"step {step}: the loss or the weights are not finite. Use a lower"
                                  " --learning_rate and another --output_dir")

@@ -1,7 +1,4 @@
-"""The questions of train_math.py: reading data sets, held-out questions, and the order of training.
-
-A new format of data goes into load_splits or read_rows.
-"""
+"""The questions of train_math.py: data sets, held-out questions, and the order of training."""
 import csv
 import itertools
 import json
@@ -29,27 +26,36 @@ def load_questions(cfg, reward=None):
     the default reward can use (with another reward, answers may be anything)."""
     splits = load_splits(cfg.dataset)
     if not splits.get("train"):
-        raise ValueError(f"there is no train part with rows, only {', '.join(splits) or 'nothing'}")
-    questions = list(splits["train"])
-    if "test" in splits:
-        held_out = list(splits["test"])
-    elif "validation" in splits:
-        held_out = list(splits["validation"])
-    else:
+        counts = {name: len(rows) for name, rows in splits.items()}
+        raise ValueError(f"there is no train part with rows; the rows of each part: {counts}")
+    questions = splits.pop("train")
+    held_out = splits.pop("test" if "test" in splits else "validation", None)
+    if held_out is None:
         n = len(questions) - min(cfg.eval_size, len(questions) // 5)
         held_out = questions[n:]
-        del questions[n:]
+        questions = questions[:n]
+    if splits:
+        tqdm.write(f"note: these parts of the data are not used: {', '.join(splits)}")
+    check_columns(questions)
+    check_columns(held_out)
     for i, row in enumerate(questions + held_out, 1):
         is_graded = reward not in (None, correctness_reward) or gold_answer(row.get("answer"))
         if not is_graded or not isinstance(row.get("question"), str) or not row["question"]:
             raise ValueError(f"row {i} needs a question, which is a text, and, unless you pass your"
                              f" own reward, an answer like '42' or '... #### 42'; it is {row}")
-    seen = {row["question"] for row in questions}
-    unseen = [row for row in held_out if row["question"] not in seen]
+    seen = {tuple(row["question"].split()) for row in questions}  # white space does not count
+    unseen = [row for row in held_out if tuple(row["question"].split()) not in seen]
     if len(unseen) < len(held_out):
         tqdm.write(f"note: {len(held_out) - len(unseen)} held-out questions are left out, because "
                    "they are training questions, too")
     return questions, unseen[:cfg.eval_size]
+
+
+def check_columns(rows):
+    """ValueError: these rows, which are dicts, do not all have the same columns."""
+    for i, row in enumerate(rows, 1):
+        if row.keys() != rows[0].keys():
+            raise ValueError(f"row {i} has other columns than row 1: {list(row)}, {list(rows[0])}")
 
 
 def load_splits(dataset):
@@ -58,9 +64,12 @@ def load_splits(dataset):
     if dataset and path.is_file():
         return {"train": read_rows(path)}
     if dataset and path.is_dir():
-        files = {file.stem: file for file in path.iterdir() if file.suffix.lower() in ENDINGS}
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
+        for file, other in zip(files, files[1:]):
+            if file.stem == other.stem:
+                raise ValueError(f"remove one of {file.name} and {other.name}: both are one part")
         if files:
-            return {name: read_rows(file) for name, file in files.items()}
+            return {file.stem: read_rows(file) for file in files}
     if path.suffix.lower() in ENDINGS:
         raise ValueError("there is no such file")
     splits = load_dataset(dataset, "main" if dataset == "openai/gsm8k" else None)
@@ -96,7 +105,9 @@ def read_rows(path):
     return rows
 
 
-def shuffled(questions, seed):
-    """All questions in a random order, then all of them in another order, without end."""
-    for epoch in itertools.count():
-        yield from random.Random(f"{seed} {epoch}").sample(questions, len(questions))
+def unused_questions(questions, cfg, steps):
+    """All questions in a random order, then in another one, and so on, but not those of the first
+    `steps` steps."""
+    orders = (random.Random(f"{cfg.seed} {epoch}") for epoch in itertools.count())
+    stream = itertools.chain.from_iterable(rng.sample(questions, len(questions)) for rng in orders)
+    return itertools.islice(stream, steps * cfg.prompts_per_step, None)

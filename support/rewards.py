@@ -1,46 +1,34 @@
-"""The rewards of train_math.py: calling a reward function, and the default one.
-
-A new form of an answer goes into extract_answer. A reward for another task needs nothing from this
-file: train_math.main(reward=my_reward).
-"""
+"""The rewards of train_math.py: calling a reward function, and the default one."""
+import copy
 import math
 import re
 import traceback
-from pathlib import Path
 
 import torch
 
 
-class RewardError(Exception):
-    """The reward function raised an exception, which is the cause of this one."""
-
-
-def place_of(error):
-    """" in FILE, line N": the deepest line of the user's file in which this error was raised."""
-    place = ""
-    own = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        if own is None and Path(frame.filename).parent != Path(__file__).parent:
-            own = frame.filename  # the first file outside of support/
-        if frame.filename == own:
-            place = f" in {frame.filename}, line {frame.lineno}"
-    return place
+class RewardError(ValueError):
+    """The reward function raised an exception, or returned something that is not a reward."""
 
 
 def score(reward, questions, texts, **more):
-    """The reward of each text, (B,). The reward function gets all columns of the questions, as in
-    TRL, and the keywords `more`. RewardError: it raised an exception, or did not return one finite
-    number per text."""
+    """The reward of each text, (B,). questions: the row of the question of each text.
+
+    As in TRL, the reward function gets all columns of the questions, and the keywords `more`. These
+    are copies, which it may change. RewardError: it raised an exception, or did not return one
+    finite number per text."""
     name = getattr(reward, "__qualname__", type(reward).__name__)
-    repeated = [row for row in questions for _ in range(len(texts) // len(questions))]
-    columns = {column: [row[column] for row in repeated] for column in repeated[0]}
+    columns = {column: [copy.deepcopy(row[column]) for row in questions] for column in questions[0]}
     for column in {"prompts", "completions", *more} & set(columns):
         raise RewardError(f"rename the column {column} of the questions: the reward {name} gets "
                           "another argument with this name")
     try:
-        returned = reward(prompts=columns["question"], completions=texts, **columns, **more)
+        returned = reward(prompts=[row["question"] for row in questions], completions=list(texts),
+                          **columns, **more)
     except Exception as error:
-        raise RewardError(f"the reward {name} raised {error!r}{place_of(error)}") from error
+        lines = traceback.extract_tb(error.__traceback__)[1:2]  # where in the reward function
+        place = "".join(f" in {line.filename}, line {line.lineno}" for line in lines)
+        raise RewardError(f"the reward {name} raised {error!r}{place}") from error
     rewards = []
     if not isinstance(returned, (str, dict, set)):  # these have no numbers, or no order
         try:
@@ -53,22 +41,16 @@ def score(reward, questions, texts, **more):
     return torch.tensor(rewards, dtype=torch.float32)
 
 
-def score_rollout(reward, questions, rollout, cfg):
+def score_rollout(reward, rollout, cfg):
     """(rewards (B,), metrics): the rewards of a Rollout, and what the reward has reported.
 
     Besides what `score` gives it, the reward gets completion_ids (the token ids of each response),
-    cut (whether a response reached the length limit), the columns of the rollout, and
-    log_metric(name, value), as in TRL: the values go into the row of the step."""
+    cut (whether a response reached the length limit), and log_metric(name, value), as in TRL: the
+    values, which may be lists, go into the row of the step."""
     metrics = {}
-    rewards = score(
-        reward,
-        questions,
-        rollout.texts,
-        completion_ids=rollout.responses,
-        cut=[len(response) == cfg.max_completion_length for response in rollout.responses],
-        log_metric=metrics.__setitem__,
-        **(rollout.columns or {}),
-    )
+    cut = [len(response) == cfg.max_completion_length for response in rollout.responses]
+    rewards = score(reward, rollout.questions, rollout.texts, cut=cut,
+                    completion_ids=copy.deepcopy(rollout.responses), log_metric=metrics.__setitem__)
     return rewards, metrics
 
 

@@ -1,21 +1,17 @@
-"""The rows and files of a run of train_math.py: saving, reporting and resuming.
-
-What is to be saved or printed goes into Run. Settings that may differ when a run is resumed go into
-MAY_CHANGE.
-"""
-import itertools
+"""The rows and files of a run of train_math.py: saving, reporting and resuming."""
+import contextlib
 import json
 import os
 import zlib
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from support.metrics import notes
-from support.models import check_weights_can_be_trained
-from support.program import exits_with
-from support.questions import shuffled
+from support.models import check_trainable
+from support.questions import check_columns
 
 # The questions are compared by their hash. If the held-out questions are cut from the training
 # part, the hash changes with eval_size.
@@ -25,95 +21,117 @@ SHOWN = ("reward", "response_length", "cut", "clip_fraction", "log_ratio_std", "
          "eval_reward", "eval_last_number")
 
 
+def locked(folder):
+    """A `with` block that keeps other processes out of this folder. ValueError: one is in it."""
+    if not folder:
+        return contextlib.nullcontext()
+    os.makedirs(folder, exist_ok=True)
+    lock = FileLock(Path(folder, "lock").absolute(), timeout=0, is_singleton=True)
+    try:
+        return lock.acquire()  # the same process may lock it again
+    except Timeout:
+        raise ValueError(f"{folder} is in use by another process") from None
+
+
 class Run:
     """The rows of a run, one dict per step, and its files. Without an output_dir, it has no files,
-    and nothing is printed.
+    and nothing is printed."""
 
-    If a `with` block ends before the rows are saved, they are saved then: at the end of the run,
-    and also after an error, unless the optimizer has changed the weights since the last row."""
-
-    def __init__(self, cfg, model, tokenizer, optimizer, questions, state=None):
-        """state: from load_state, and then model and optimizer continue from it. ValueError: these
-        arguments cannot be used for training."""
-        check_arguments(cfg, model, questions, state)
-        self.cfg = cfg
+    def __init__(self, cfg, model, tokenizer, optimizer, questions, state=None, user_state=None):
+        """state: from load_state, and then model, optimizer and user_state continue from it.
+        ValueError: these arguments cannot be used for training."""
+        if not questions:
+            raise ValueError("there are no questions to train on")
+        check_columns(questions)
+        check_trainable(model)
+        torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
         self.folder = Path(cfg.output_dir).absolute() if cfg.output_dir else None
-        self.questions = questions
+        files = os.listdir(self.folder) if self.folder else []
+        found = {"metrics.jsonl", "state.pt", "model"}.intersection(files)
+        if found and not state:
+            raise ValueError(f"{cfg.output_dir} holds {min(found)}. Choose another output_dir, or "
+                             "resume the run with state=load_state(cfg, questions)")
+        self.max_steps = cfg.max_steps
         self.model = model
         self.tokenizer = tokenizer
         self.optimizer = optimizer
+        self.user_state = {} if user_state is None else user_state
         self.settings = fingerprint(cfg, questions)
         self.rows = []
         self.results = []  # of the last row's evaluation: a dict for each question
+        self.has_moved = False  # whether the optimizer has changed the weights since the last row
         if state:
             self.rows = state["rows"]
+            self.results = state["results"]
             model.load_state_dict(state.pop("model"))
             optimizer.load_state_dict(state.pop("optimizer"))
-        self.is_saved = True
-        self.has_moved = False  # whether the weights have changed since the last row
-        self.hook = optimizer.register_step_post_hook(self.after_optimizer_step)
+            self.user_state.clear()
+            self.user_state |= state.pop("user_state")
+            self.report()
+
+    def __enter__(self):
+        self.hook = self.optimizer.register_step_post_hook(self.after_optimizer_step)
+        return self
 
     def after_optimizer_step(self, *arguments):
         self.has_moved = True
 
-    def unused_questions(self):
-        """The questions in their random order, without end, after those of the steps so far."""
-        used = max(0, len(self.rows) - 1) * self.cfg.prompts_per_step
-        return itertools.islice(shuffled(self.questions, self.cfg.seed), used, None)
-
-    def add(self, row):
-        """Begin with the results of the next step."""
-        self.rows.append(row)
-        row |= notes(self.rows)
-        self.results = []
-        self.is_saved = False
-        self.has_moved = False
-
-    def save(self):
-        """Write state.pt, from which a run is resumed. The old one stays until this is complete."""
-        self.is_saved = True
-        if self.folder:
-            state = {
-                "rows": plain(self.rows),
-                "results": plain(self.results),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-            }
-            partial = self.folder / "partial"
-            with exits_with(f"{partial} cannot be written (is the disk full?)"):
-                torch.save(state, partial)
-            os.replace(partial, partial.with_name("state.pt"))
-
-    def report(self):
-        if self.folder:
-            report(self.rows, self.results, self.folder, self.cfg.max_steps)
-
-    def __enter__(self):
-        return self
-
     def __exit__(self, kind, error, trace):
+        """Save the model. After an error, save the run, if its parts still belong together."""
         self.hook.remove()
-        is_complete = kind is None
-        if not self.is_saved and (is_complete or isinstance(error, Exception)):
-            if not self.has_moved:
-                self.save()
-        if self.folder and is_complete:
+        if isinstance(error, Exception) and not (self.has_moved or self.user_state):
+            self.save()
+        elif kind is None and self.folder:
             self.model.save_pretrained(self.folder / "model")
             self.tokenizer.save_pretrained(self.folder / "model")
             tqdm.write(f"{self.folder}/model is the model after step {self.rows[-1]['step']}")
 
+    def add(self, row, largest_gap):
+        """Begin with the results of the next step. largest_gap: as for `notes`."""
+        self.rows.append(row)
+        row |= notes(self.rows, largest_gap)
+        self.results = []
+        self.has_moved = False
 
-def check_arguments(cfg, model, questions, state):
-    """ValueError if train() cannot work with these arguments."""
-    if not questions:
-        raise ValueError("there are no questions to train on")
-    check_weights_can_be_trained(model)
-    if cfg.output_dir:
-        os.makedirs(cfg.output_dir, exist_ok=True)
-        found = {"metrics.jsonl", "state.pt", "model"} & set(os.listdir(cfg.output_dir))
-        if found and not state:
-            raise ValueError(f"{cfg.output_dir} holds {min(found)}. Choose another output_dir, or "
-                             "resume the run with state=load_state(cfg, questions)")
+    def save(self):
+        """Write state.pt, from which a run is resumed. The old one stays until this is complete.
+        OSError: it cannot be written. ValueError: the user_state could not be read again."""
+        if not self.folder or not self.rows:
+            return
+        state = {"rows": plain(self.rows), "results": plain(self.results),
+                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                 "user_state": self.user_state}
+        partial = self.folder / "partial"
+        try:
+            torch.save(state, partial)
+        except RuntimeError as error:
+            raise OSError(f"{partial} cannot be written (is the disk full?)") from error
+        try:
+            torch.load(partial, map_location="cpu", mmap=True)
+        except Exception as error:  # torch.load raises many kinds
+            raise ValueError("user_state may hold only tensors, numbers, texts, and lists, tuples "
+                             f"and dicts of them ({error!r:.200})") from None
+        os.replace(partial, partial.with_name("state.pt"))
+
+    def report(self):
+        """Print the last row, and write metrics.jsonl and the results of its evaluation, if any."""
+        if not self.folder:
+            return
+        row = self.rows[-1]
+        write_lines(self.rows, self.folder / "metrics.jsonl")
+        if self.results:
+            write_lines(self.results, self.folder / f"eval_{row['step']}.jsonl")
+        shown = [f"step {row['step']}/{self.max_steps}"]
+        for name in SHOWN:
+            if row.get(name) is not None:
+                shown.append(f"{name} {row[name]:.3g}")
+            if f"{name}_interval" in row:
+                shown.append("(95% CI {:.3g} to {:.3g})".format(*row[f"{name}_interval"]))
+        tqdm.write("  ".join(shown))
+        for result in self.results[:2]:
+            tqdm.write(f"    {result['question']} -> {result['response']!r}: {result['reward']:g}")
+        for note in row.get("notes", ()):
+            tqdm.write(f"note: {note}")
 
 
 def fingerprint(cfg, questions):
@@ -125,46 +143,26 @@ def fingerprint(cfg, questions):
 
 
 def load_state(cfg, questions):
-    """The state of the run in output_dir, or None. ValueError: the saved run has other settings.
-    SystemExit: state.pt cannot be read."""
+    """The state of the run in output_dir, or None. ValueError: it cannot be read, or the run has
+    other settings."""
     path = Path(cfg.output_dir, "state.pt")
     if not path.exists():
         return None
-    with exits_with(f"--output_dir {cfg.output_dir}: state.pt cannot be read, so choose another"):
-        state = torch.load(path, map_location="cpu")
+    try:
+        state = {"user_state": {}} | torch.load(path, map_location="cpu")
         begun_with = state["rows"][0]["settings"]
+    except Exception as error:  # torch.load raises many kinds
+        raise ValueError(f"state.pt cannot be read, so choose another ({error!r:.200})") from None
     now = fingerprint(cfg, questions)
-    changed = []
-    for name, value in begun_with.items():
-        if name not in MAY_CHANGE and value != now.get(name, "no such setting"):
-            changed.append(name)
+    changed = [name for name, value in begun_with.items()
+               if name not in MAY_CHANGE and value != now.get(name, "no such setting")]
     if changed:
         hint = " (they also change with --eval_size)" if "questions" in changed else ""
         raise ValueError(f"the run that is saved there has other values of {', '.join(changed)}"
                          f"{hint}. Choose another --output_dir")
     tqdm.write(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
                "(with another value, the learning rate jumps)")
-    report(state["rows"], state["results"], path.parent, cfg.max_steps)
     return state
-
-
-def report(rows, results, folder, max_steps):
-    """Print the last row, and write metrics.jsonl and the results of the evaluation, if any."""
-    row = rows[-1]
-    write_lines(rows, folder / "metrics.jsonl")
-    if results:
-        write_lines(results, folder / f"eval_{row['step']}.jsonl")
-    shown = [f"step {row['step']}/{max_steps}"]
-    for name in SHOWN:
-        if row.get(name) is not None:
-            shown.append(f"{name} {row[name]:.3g}")
-        if f"{name}_interval" in row:
-            shown.append("(95% CI {:.3g} to {:.3g})".format(*row[f"{name}_interval"]))
-    tqdm.write("  ".join(shown))
-    for result in results[:2]:
-        tqdm.write(f"    {result['question']} -> {result['response']!r}: {result['reward']:g}")
-    for note in row.get("notes", ()):
-        tqdm.write(f"note: {note}")
 
 
 def as_json(value):

@@ -19,9 +19,21 @@ import support
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
+from support.cuda_sampling import note
 
 TOP = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # models this small are slower on several
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: is skipped unless -m is given")
+
+
+def pytest_collection_modifyitems(config, items):
+    skip = pytest.mark.skip(reason='is slow; to run all tests: -m "slow or not slow"')
+    for item in items:
+        if item.get_closest_marker("slow") and not config.option.markexpr:
+            item.add_marker(skip)
+
 
 SMALL = {
     "device": "cpu",
@@ -49,6 +61,17 @@ def parity_reward(prompts, completions, **columns):
 
 def constant_reward(prompts, completions, **columns):
     return [0.3] * len(completions)
+
+
+def rollout_of(prompts, responses, log_probs=None, is_sampled=None):
+    """A Rollout of these token ids: a prompt for each response."""
+    if log_probs is None:
+        log_probs = torch.zeros(len(responses), max(map(len, responses), default=0))
+    if is_sampled is None:
+        is_sampled = [[True] * len(response) for response in responses]
+    texts = [str(response) for response in responses]
+    return train_math.Rollout(
+        sums(len(responses)), prompts, responses, log_probs, texts, is_sampled)
 
 
 def gspo_loss_that_kills(call):
@@ -156,6 +179,23 @@ def assert_same(whole, folder):
         assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
     weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole, folder)]
     assert weights[0] == weights[1]
+
+
+@pytest.fixture(autouse=True)
+def forget_notes():
+    """What is printed once in a process is printed once in each test."""
+    note.cache_clear()
+
+
+@pytest.fixture
+def own_loss(monkeypatch):
+    """A function that gives GSPO another loss for one test."""
+
+    def replace(loss, algorithm="gspo", **more):
+        row = train_math.ALGORITHMS[algorithm]._replace(loss=loss, **more)
+        monkeypatch.setitem(train_math.ALGORITHMS, algorithm, row)
+
+    return replace
 
 
 @pytest.fixture

@@ -7,12 +7,34 @@ and the words that the line must contain.
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
 
+import support.runs
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
-from tests.conftest import one_line, parity_reward, run, sums, write_jsonl
+from tests.conftest import one_line, parity_reward, run, settings, sums, write_jsonl
+
+
+def old_setting(folder):
+    """A run that was saved by a version which had another setting."""
+    cfg = settings(output_dir=str(folder / "run"))
+    rows = [{"step": 0, "settings": support.runs.fingerprint(cfg, []) | {"old_flag": 1}}]
+    torch.save({"rows": rows, "results": []}, folder / "run" / "state.pt")
+    return []
+
+
+def state_of_another_program(folder):
+    torch.save([1, 2, 3], folder / "run" / "state.pt")
+    return []
+
+
+def two_files_of_one_part(folder):
+    write_jsonl(folder / "train.jsonl", sums(9))
+    (folder / "train.csv").write_text("question,answer\n1+1?,2\n")
+    return ["--dataset", str(folder)]
 
 
 def flag(name, value):
@@ -45,6 +67,28 @@ def no_tokenizer(folder):
     return ["--model", str(folder / "model")]
 
 
+def only_a_template(folder):
+    flags = no_tokenizer(folder)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    return flags
+
+
+def model_with(change):
+    """The tiny model with a change of its weights."""
+
+    def prepare(folder):
+        tokenizer = tiny_tokenizer()
+        for part in tiny_model(tokenizer, 0), tokenizer:
+            part.save_pretrained(folder / "model")
+        weights = load_file(folder / "model" / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+        return ["--model", str(folder / "model")]
+
+    return prepare
+
+
 def encoder_decoder(folder):
     config = T5Config(vocab_size=80, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(folder / "model")
@@ -70,7 +114,7 @@ BAD_INPUTS = {
     "a dataset folder that is not there": (flag("dataset", "no/such/folder"), ["no/such/folder"]),
     "a folder without a train file": (
         dataset("data/test.jsonl", rows()),
-        ["there is no train part with rows, only test"],
+        ["there is no train part with rows", "{'test': 3}"],
     ),
     "a line that is not JSON": (
         dataset("q.jsonl", rows() + "{'question': 1}\n" + rows()),
@@ -80,7 +124,20 @@ BAD_INPUTS = {
         dataset("q.csv", "question,answer\nWie groß?,1\n", "latin-1"), ["q.csv", "utf"],
     ),
     "a file of another kind": (dataset("q.txt", rows()), ["must end in .jsonl, .json, .csv"]),
-    "an empty file": (dataset("q.csv", ""), ["q.csv"]),
+    "an empty file": (dataset("q.csv", ""), ["q.csv", "no train part with rows", "{'train': 0}"]),
+    "an empty file with brackets in its name": (dataset("q[1].jsonl", ""), ["no train part"]),
+    "a number instead of a row": (
+        dataset("q.jsonl", '{"question": "?", "answer": "1"}\n5\n'), ["row 2", "5"]),
+    "a list of numbers": (dataset("q.json", "[1, 2]"), ["q.json", "form"]),
+    "a csv row with a cell too many": (
+        dataset("q.csv", "question,answer\nHow many, then?,1\nWho?,2\n"), ["row 1", "form"]),
+    "rows with other columns": (
+        dataset("q.jsonl", rows({"question": "?", "answer": "1", "level": 2})),
+        ["row 4 has other columns than row 1", "level"]),
+    "two files of one part": (two_files_of_one_part, ["train.csv", "train.jsonl"]),
+    "a folder without any data": (flag("dataset", "run"), ["--dataset run"]),
+    "a state of another version": (old_setting, ["old_flag"]),
+    "a state of another program": (state_of_another_program, ["state.pt cannot be read"]),
     "a header without rows": (
         dataset("q.csv", "question,answer\n"),
         ["q.csv", "no train part with rows"],
@@ -96,14 +153,33 @@ BAD_INPUTS = {
     ),
     "a prompt that is too long": (long_question, ["512", "How many figs"]),
     "a file as the model": (a_file_as_model, ["--model", "m.jsonl"]),
-    "a model without its tokenizer": (no_tokenizer, ["--model", "okenizer"]),
+    "a model without its tokenizer": (no_tokenizer, ["chat_template"]),
+    "a model with a chat template and no tokenizer": (
+        only_a_template, ["tokenizer files are missing"]),
+    "a missing weight": (
+        model_with(lambda weights: weights.pop("model.norm.weight")),
+        ["--model", "1 weights are missing", "model.norm.weight"]),
+    "a weight that is NaN": (
+        model_with(lambda weights: weights["model.norm.weight"].fill_(float("nan"))),
+        ["--model", "not finite"]),
     "an encoder and decoder": (encoder_decoder, ["--model", "T5Config"]),
     "a full disk": (full_disk, ["partial", "is the disk full?"]),
 }
 
 BAD_PARTS = {
     "a list of rewards": ({"reward": [parity_reward]}, ["list", "callable"]),
-    "a wrong name of a part": ({"rewards": parity_reward}, ["rewards"]),
+    "a set of rewards": (
+        {"reward": lambda completions, **columns: {0.0, 1.0}}, ["the reward", "{0.0, 1.0}"]),
+    "one response too few": (
+        {"generate": lambda *arguments: [part[:-1] for part in train_math.generate(*arguments)]},
+        ["the sampler must return 1 responses to each of 2 questions", "'responses': 1"]),
+}
+WRONG_PARTS = {
+    "rewards": "there is no part rewards; use one of reward, load, ",
+    "rollout": "use the part generate",
+    "optimizer": "use the part make_optimizer, a function",
+    "loss": "use an entry of ALGORITHMS",
+    "group_advantages": "use an entry of ALGORITHMS",
 }
 
 
@@ -131,13 +207,39 @@ def test_bad_part_ends_in_one_line(command, tmp_path, name):
         assert word in found
 
 
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_a_wrong_or_former_name_of_a_part_is_answered_with_the_right_one(command, fresh, name):
+    with pytest.raises(TypeError, match=WRONG_PARTS[name]):
+        train_math.main(command, **{name: parity_reward})
+    with pytest.raises(TypeError, match=WRONG_PARTS[name]):
+        train_math.train(settings(), *fresh, sums(8), **{name: parity_reward})
+
+
+@pytest.mark.parametrize("loss, error, words", [
+    (lambda log_probs, *rest: log_probs.sum(1), SystemExit, "the loss must be one number"),
+    (lambda log_probs, *rest: log_probs.my_name, AttributeError, "my_name"),
+])
+def test_a_wrong_loss_is_noticed_before_any_step(
+    command, tmp_path, own_loss, loss, error, words
+):
+    """An error in the user's own code keeps its traceback."""
+    own_loss(loss)
+    with pytest.raises(error, match=words):
+        train_math.main([*command, "--output_dir", str(tmp_path / "run")], parity_reward)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"lock"}
+
+
 def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(command, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train.jsonl", sums(6))
     held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
+    held_out[0]["question"] += " "
     write_jsonl(tmp_path / "data" / "test.jsonl", held_out)
+    write_jsonl(tmp_path / "data" / "dev.jsonl", held_out)
     flags = ["--max_steps", "1", "--eval_size", "1"]
     run(command, tmp_path / "run", "--dataset", str(tmp_path / "data"), *flags)
-    assert "2 held-out questions are left out" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2 held-out questions are left out" in shown
+    assert "these parts of the data are not used: dev" in shown
     asked = [row["question"] for row in read(tmp_path / "run" / "eval_1.jsonl")]
     assert asked == ["new?"]

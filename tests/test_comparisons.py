@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from common.logs import write
 from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments.comparisons import parts, report, runs, settings, successors
 from experiments.tiny import exact
-from gspo import grpo_loss, gspo_loss
+from gspo import clip_fraction, grpo_loss, gspo_loss, sequence_ratio
 
 
 @pytest.fixture
@@ -42,10 +41,10 @@ def batch():
     return new, old, advantages, mask
 
 
-def gradient(loss, batch, eps=(0.01, 0.02)):
+def gradient(loss, batch, eps=(0.01, 0.02), **extra):
     log_probs, *others = batch
     log_probs = log_probs.clone().requires_grad_()
-    value = loss(log_probs, *others, *eps, denominator=6)
+    value = loss(log_probs, *others, *eps, 6, **extra)
     value.backward()
     return log_probs.grad
 
@@ -58,20 +57,12 @@ def log_probs_of(model, b):
     return train_math.response_log_probs(model, b, 1.0)
 
 
-def micro_batch(responses, advantages=None):
-    prompts = [[5, 9], [6]]
-    rows = range(len(responses))
-    return train_math.MicroBatch(prompts, responses, rows, "cpu", advantages)
-
-
-def written(tokenizer, *texts):
-    return [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
-
-
-def one_batch(build_minibatches, *arguments):
+def one_batch(build_minibatches, prompts, responses, log_probs):
     """A whole rollout as one minibatch of one micro-batch."""
     cfg = train_math.Settings(device="cpu", minibatches=1)
-    minibatches = build_minibatches(*arguments, cfg)
+    is_sampled = [[True] * len(response) for response in responses]
+    rollout = train_math.Rollout(None, prompts, responses, log_probs, None, is_sampled)
+    minibatches = build_minibatches(rollout, torch.ones(len(responses)), cfg)
     assert [len(minibatch) for minibatch in minibatches] == [1]
     return minibatches[0][0]
 
@@ -247,213 +238,6 @@ class TestSuccessors:
         assert centred.tolist() == [2, -1, -1, 0, 0, 0]
 
 
-class TestAdvantages:
-    def test_softmax_and_best_of_n(self):
-        rewards = tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 0])
-        soft = parts.softmax_advantages(rewards, 3)
-        e = math.exp(2)
-        assert_close(soft[:3], tensor([e, 1, 1]) / (e + 2))
-        assert_close(soft[3:6], tensor([1, e, e]) / (1 + 2 * e))
-        best = parts.best_of_n_advantages(rewards, 3)
-        assert best.tolist() == [1, 0, 0, 0, 0.5, 0.5, 0, 0, 0], "no correct one: 0"
-
-    def test_of_steps_reward_each_sum_for_its_own_arithmetic(self):
-        text = "c3+7=0b7+0=8a0+8=8\n#### 8"  # the second sum and the answer are wrong
-        steps = parts.step_rewards(text, 0.0, modulo=10)
-        assert steps == [(6, 1), (12, 0), (18, 1), (25, 0)]
-        steps = parts.step_rewards("50*3=150\n#### 150", 1.0, None)
-        assert steps == [(8, 1), (17, 1)]
-        steps = parts.step_rewards("30+7=38\n", 0.0, None)
-        assert steps == [(7, 0), (8, 0)]
-
-    def test_of_steps_lie_on_the_steps_tokens_and_have_mean_0_over_the_group(self, tokenizer):
-        texts = ["a1+1=2\n#### 2", "a1+1=3\n#### 3", "#### 9", "#### 2"]
-        responses = written(tokenizer, *texts)
-        credit = parts.StepAdvantages(tokenizer, modulo=10)
-        rewards = tensor([1.0, 0, 0, 1])
-        ones = credit.group_advantages(rewards, 4)
-        cfg = train_math.Settings(device="cpu", minibatches=1, micro_batch_tokens=32)
-        prompts = [[5, 6]] * 4
-        minibatch, = credit.build_minibatches(prompts, responses, ones, cfg)
-        assert len(minibatch) == 2
-        of_row = {}
-        for b in minibatch:
-            for i, row in enumerate(b.indices):
-                of_row[row] = b.advantages[i][b.mask[i]]
-                assert len(of_row[row]) == len(responses[row])
-        assert (of_row[0] > 0).all()
-        assert (of_row[1] < 0).all()
-        assert (of_row[2] < 0).all()
-        everyone = torch.cat([*of_row.values()])
-        assert abs(everyone.mean()) < 1e-6
-
-    def test_of_steps_may_add_the_reward_of_the_response(self, tokenizer):
-        responses = written(tokenizer, "a1+1=2\n#### 9", "a1+1=3\n#### 2")
-        credit = parts.StepAdvantages(tokenizer, modulo=10, both=True)
-        rewards = tensor([0.0, 1.0])
-        ones = credit.group_advantages(rewards, 2)
-        b = one_batch(credit.build_minibatches, [[5]] * 2, responses, ones)
-        order = tensor(b.indices).argsort()
-        advantages = b.advantages[order]
-        wrong, right = advantages[:, b.mask[0]]
-        assert wrong[-1] < wrong[0], "step + response: 1 + 0 before, 0 + 0 after"
-        assert wrong[0] == right[0], "1 + 0 and 0 + 1"
-        assert right[0] < right[-1], "0 + 1 before, 1 + 1 after"
-
-
-class TestTwoTurns:
-    @pytest.mark.parametrize("own", [False, True])
-    def test_mask_the_question_and_credit_each_turn(self, model, tokenizer, own):
-        turns = parts.TwoTurns(tokenizer, own)
-        asked = parts.two_turn_questions(0, 2, 3, 5)
-        cfg = train_math.Settings(instruction="")
-        prompts = train_math.encode_prompts(tokenizer, asked, cfg)
-        torch.manual_seed(0)
-        ends = torch.arange(30)
-        responses, sampled = turns.rollout(model, prompts, 2, 6, 1.0, ends)
-        turns_of = list(turns.turns)
-        for i, (first, second) in enumerate(turns_of):
-            question = asked[i // 2]["question"]
-            then = tokenizer(question[4:] + "\n").input_ids
-            assert len(then) == 4
-            assert responses[i] == first + second
-        golds = [row["answer"] for row in asked for _ in range(2)]
-        rewards = turns.reward(None, None, golds)
-        assert rewards == [0.0] * 4
-
-        turns.rewards = tensor([
-            [1.0, 0, 0, 0],  # first turn
-            [0, 0, 0, 1],
-        ])
-        rewards = turns.rewards.mean(dim=0)
-        one = turns.group_advantages(rewards, 2)
-        assert (one != 0).all() or own
-        prompts = [prompt for prompt in prompts for _ in range(2)]
-        b = one_batch(turns.build_minibatches, prompts, responses, one)
-        log_probs = log_probs_of(model, b).detach()
-        of_first = 1, -1, 0, 0
-        of_second = 0, 0, -1, 1
-        assert sorted(b.indices) == [0, 1, 2, 3]
-        for i, row in enumerate(b.indices):
-            mask = b.mask[i]
-            first, second = turns_of[row]
-            n = len(first)
-            m = len(second)
-            assert mask.sum() == n + m, "the second question is masked out"
-            given = log_probs[i][mask]
-            assert_close(given[:n], sampled[row, :n])
-            assert_close(given[n:], sampled[row, n:n + m])
-            assert (sampled[row, n + m:] == 0).all()
-            if own:
-                given = b.advantages[i][mask] * 2**0.5
-                assert (given[:n] - of_first[row]).abs().max() < 1e-3
-                assert (given[n:] - of_second[row]).abs().max() < 1e-3
-
-    def test_reward_the_correct_answers_of_both_turns(self, tokenizer):
-        turns = parts.TwoTurns(tokenizer, True)
-        turns.turns = [
-            written(tokenizer, "#### 7", "#### 8"),
-            written(tokenizer, "a1+1=2\n#### 7", "#### 7"),
-        ]
-        rewards = turns.reward(None, None, ["#### 7\n#### 8"] * 2)
-        assert rewards == [1.0, 0.5]
-        assert turns.rewards.tolist() == [[1, 1], [1, 0]]
-        assert not turns.turns
-
-
-class TestCritic:
-    @pytest.mark.parametrize("lam, first, second", [
-        (0.0, [0, 0.3, -0.1, 0.6], [-0.2, -0.1, 0, 0]),  # V_{t+1} - V_t, then r - V
-        (1.0, [0, 0.8, 0.5, 0.6], [-0.3, -0.1, 0, 0]),  # r - V
-        (0.9, [0, 0.3 + 0.9 * 0.44, 0.44, 0.6], [-0.29, -0.1, 0, 0]),
-    ])
-    def test_gae_follows_its_definition(self, lam, first, second):
-        values = tensor([
-            [9.0, 0.2, 0.5, 0.4],  # 9: not a token of the response
-            [0.3, 0.1, 9.0, 9.0],
-        ])
-        rewards = tensor([1.0, 0])
-        advantages = parts.gae(values, rewards, values < 9, lam)
-        assert_close(advantages, tensor([first, second]))
-
-    def test_value_head_learns_from_the_loss_and_the_policy_uses_gae(self, model):
-        critic = parts.Critic(model, lam=1)
-        model.value_head.bias.data.fill_(0.2)
-        rewards = tensor([1.0, 0])
-        rewards = critic.group_advantages(rewards, 2)
-        b = micro_batch([[6, 7, 1], [8, 1]], rewards)
-        with torch.no_grad():
-            b.old_log_probs = critic.response_log_probs(model, b, 1.0)
-        rewards = rewards[:, None].expand(b.mask.shape)  # 0.5 or -0.5
-        assert_close(b.returns[b.mask], rewards[b.mask])
-        signs = b.advantages * rewards
-        assert (signs[b.mask] > 0).all()
-        log_probs = critic.response_log_probs(model, b, 1.0)
-        assert_close(critic.error.item(), (0.3**2 + 0.7**2) / 2)  # all values are 0.2
-        given = log_probs, b.old_log_probs, b.advantages, b.mask
-        loss = critic.loss(*given, denominator=2)
-        plain = grpo_loss(*given, denominator=2)
-        assert_close(loss - plain, 0.1 * critic.error)
-        loss.backward()
-        assert model.value_head.weight.grad.norm() > 0
-
-
-def gates_of(mixture):
-    return [layer.mlp.gate for layer in mixture.model.layers]
-
-
-class TestRoutingReplay:
-    @pytest.fixture
-    def mixture(self, tokenizer):
-        return parts.moe(tokenizer, 0)
-
-    def routed(self, mixture, replay, moved=0.05):
-        """(router, micro-batch) with recorded old log-probs, after a change of the routers."""
-        router = parts.RoutingReplay(mixture, replay)
-        b = micro_batch([[6, 7, 8, 1], [8, 1]])
-        with torch.no_grad():
-            b.old_log_probs = router.response_log_probs(mixture, b, 1.0)
-        g = torch.Generator().manual_seed(1)
-        for gate in gates_of(mixture):
-            noise = torch.randn(gate.weight.shape, generator=g)
-            gate.weight.data += moved * noise
-        return router, b
-
-    def test_changes_nothing_while_the_weights_are_unchanged(self, mixture):
-        router, b = self.routed(mixture, replay=True, moved=0)
-        log_probs = router.response_log_probs(mixture, b, 1.0)
-        assert torch.equal(log_probs, b.old_log_probs)
-        assert router.changed == [0.0]
-
-    def test_keeps_the_experts_when_the_router_changes_and_uses_its_weights(self, mixture):
-        router, b = self.routed(mixture, replay=True)
-        replayed = router.response_log_probs(mixture, b, 1.0)
-        assert router.changed[0] > 0
-
-        def by_hand(gate, old, hidden):  # the old experts with the current router's probabilities
-            logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.T
-            chosen = logits.gather(1, old)
-            return logits, torch.softmax(chosen, dim=1), old
-
-        for gate, old in zip(gates_of(mixture), b.routes):
-            gate.forward = partial(by_hand, gate, old)
-        assert_close(log_probs_of(mixture, b), replayed)
-
-    def test_without_it_the_experts_change(self, mixture):
-        router, b = self.routed(mixture, replay=False)
-        log_probs = router.response_log_probs(mixture, b, 1.0)
-        assert router.changed[0] > 0
-        own = log_probs_of(mixture, b)
-        assert torch.equal(log_probs, own), "the current router chooses the experts"
-
-    def test_gives_the_router_a_gradient(self, mixture):
-        router, b = self.routed(mixture, replay=True)
-        log_probs = router.response_log_probs(mixture, b, 1.0)
-        log_probs.sum().backward()
-        for gate in gates_of(mixture):
-            assert gate.weight.grad.norm() > 0
-
-
 class TestEngine:
     def sample(self, model, *how, rollouts=1):
         """One rollout or more. After each, the head of the model is multiplied by 1.1."""
@@ -462,14 +246,13 @@ class TestEngine:
         ends = torch.arange(1, 30)
         for _ in range(rollouts):
             torch.manual_seed(0)
-            responses, _ = engine.rollout(model, prompts, 1, 6, 1.0, ends)
+            responses, log_probs = engine.generate(model, prompts, 1, 6, 1.0, ends)
             model.lm_head.weight.data *= 1.1
-        b = one_batch(engine.build_minibatches, prompts, responses, torch.ones(4))
-        with torch.no_grad():
-            return engine, b, engine.response_log_probs(model, b, 1.0)
+        return one_batch(engine.build_minibatches, prompts, responses, log_probs)
 
     def test_reports_its_own_log_probs_of_the_response_tokens(self, model):
-        _, b, old = self.sample(model, "bf16", True)
+        b = self.sample(model, "bf16", True)
+        old = b.old_log_probs
         model.lm_head.weight.data /= 1.1
         exactly = log_probs_of(model, b)
         lengths = b.mask.sum(dim=1)
@@ -479,32 +262,31 @@ class TestEngine:
         assert 0 < error < 0.1
 
     def test_does_not_use_its_log_probs_by_default(self, model):
-        _, b, old = self.sample(model, "bf16", False)
-        assert torch.equal(old, log_probs_of(model, b))
+        b = self.sample(model, "bf16", False)
+        assert b.old_log_probs is None, "the training forward computes them"
 
     def test_stale_is_the_policy_of_4_rollouts_ago(self, model):
-        _, b, old = self.sample(model, "stale", True, rollouts=7)
+        b = self.sample(model, "stale", True, rollouts=7)
         model.lm_head.weight.data /= 1.1**5  # a factor for this rollout and each one since then
-        assert_close(old, log_probs_of(model, b).detach())
+        assert_close(b.old_log_probs, log_probs_of(model, b).detach())
 
     @pytest.mark.parametrize("correction, expected", [
         ("tis", [0.3, 1.0, 2.0, 2.0]),
         ("icepop", [0, 1.0, 3.0, 0]),
     ])
     def test_corrects_by_the_ratio_of_old_policy_to_engine(self, model, correction, expected):
-        engine, b, _ = self.sample(model, "bf16", False, correction)
+        b = self.sample(model, "bf16", False, correction)
         factors = tensor([[0.3], [1.0], [3.0], [9.0]])
-        b.old_log_probs = b.reported + factors.log() * b.mask
-        engine.response_log_probs(model, b, 1.0)
+        old = b.sampler_log_probs + factors.log() * b.mask
         advantages = tensor([1.0, -1, 1, -1])
-        frozen = b.old_log_probs, b.old_log_probs, advantages, b.mask
-        corrected = gradient(partial(engine.loss, grpo_loss), frozen)
+        frozen = old, old, advantages, b.mask
+        corrected = gradient(parts.corrected(grpo_loss, correction), frozen, **b.extra)
         plain = gradient(grpo_loss, frozen)
         assert_close(corrected, tensor(expected)[:, None] * plain)
 
 
 def test_bf16_log_probs_are_rounded_and_returned_in_float32(model):
-    b = micro_batch([[7, 8, 9, 1]])
+    b = one_batch(train_math.build_minibatches, [[5, 9]], [[7, 8, 9, 1]], torch.zeros(1, 4))
     rounded = parts.bf16_log_probs(model, b, 1.0)
     exactly = log_probs_of(model, b)
     assert rounded.dtype == torch.float32
@@ -614,8 +396,8 @@ class TestRuns:
     def small(self, tmp_path, monkeypatch):
         """Two rollouts of 4 x 4 responses of a model with random weights. The reward is 1 if the
         number of different letters is odd."""
-        def questions(seed, n, question="Eve?"):
-            row = {"question": question, "answer": "#### 1\n#### 1"}
+        def questions(seed, n):
+            row = {"question": "Eve?", "answer": "#### 1"}
             return [row] * (8 if seed == "held out" else n)
 
         def reward(prompts, completions, answer, **columns):
@@ -623,19 +405,18 @@ class TestRuns:
             return [float(n % 2) for n in letters]
 
         own = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
-        for name, task in settings.TASKS.items():
-            asked = partial(questions, question="Eve? Bob?") if name == "two turns" else questions
-            task = settings.Task(task.make, lambda *_: None, asked, own)
+        for name in settings.TASKS:
+            task = settings.Task(lambda *_: None, questions, own)
             monkeypatch.setitem(settings.TASKS, name, task)
         common = settings.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
         monkeypatch.setattr(settings, "COMMON", common)
         monkeypatch.setattr(runs, "COLD", tmp_path)
         monkeypatch.setattr(parts, "task_reward", reward)
 
-    @pytest.mark.parametrize("name", settings.EXPERIMENTS)
+    @pytest.mark.parametrize("name", settings.EXPERIMENTS.keys() - settings.RETIRED)
     def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
         gradients = {}
-        for spec in report.arms_of(name):
+        for spec in report.variants_of(name):
             same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
             kind = json.dumps(spec | same, sort_keys=True)
             if kind not in self.GRADIENTS:
@@ -651,25 +432,51 @@ class TestRuns:
     def test_that_exist_are_not_repeated(self, tmp_path, monkeypatch):
         monkeypatch.setattr(runs.multiprocessing, "get_context", None)  # must not be called
         path = tmp_path / "runs.jsonl"
-        arms = report.arms_of("moe")
-        assert len(runs.missing(arms + arms, 2, 2, path)) == 16, "each run once"
+        variants = report.variants_of("engine")[:4]
+        assert len(runs.missing(variants + variants, 2, 2, path)) == 16, "each run once"
         rows = []
-        for spec, seed in itertools.product(arms, (0, 1, 100, 101)):
-            rows.append({"arm": spec, "cold": seed // 100, "seed": seed})
-        another = settings.arm("grpo", 0.3)  # a variant of another experiment
-        write(path, [*rows, rows[-1] | {"arm": another}])
-        assert runs.run_all(arms, 2, 2, 1, path) == rows
+        for spec, seed in itertools.product(variants, (0, 1, 100, 101)):
+            rows.append({"variant": spec, "cold": seed // 100, "seed": seed})
+        another = settings.variant("grpo", 0.3)  # a variant of another experiment
+        write(path, [*rows, rows[-1] | {"variant": another}])
+        assert runs.run_all(variants, 2, 2, 1, path) == rows
 
-    @pytest.mark.parametrize("pieces, is_logged", [
-        ({}, True),
-        ({"loss": ["sequence", "token", None]}, True),
-        ({"loss": ["one", "one", None]}, False),
-        ({"loss": ["sequence", "sequence", None, "below"]}, False),
-        ({"loss": ["sequence", "sequence", None, "both", "sign"]}, False),
-        ({"noise": 0.1}, False),
-        ({"successor": "luspo"}, True),
-        ({"successor": "dapo"}, False),
+    @pytest.mark.parametrize("pieces, eps", [
+        ({}, (0.01, 0.02)),
+        ({"loss": ["sequence", "token", None]}, (0.1, 0.2)),
+        ({"loss": ["one", "one", None]}, 0.99),
+        ({"loss": ["sequence", "sequence", None, "below"]}, (0.01, 0.02)),
+        ({"loss": ["sequence", "sequence", None, "above"]}, (0.01, 0.02)),
+        ({"successor": "luspo"}, (0.01, 0.02)),
+        ({"successor": "gspo_200"}, (0.01, 0.02)),
+        ({"successor": "dapo"}, (0.1, 0.2)),
+        ({"successor": "dapo"}, (0.99, 0.2)),
+        ({"successor": "dr_grpo"}, (0.1, 0.2)),
+        ({"successor": "gmpo"}, (0.1, 0.15)),
+        ({"successor": "sapo"}, (1.05, 1.0)),
+        ({"successor": "cispo"}, (1, 0.2)),
     ])
-    def test_have_a_clip_fraction_only_if_it_is_that_of_their_own_clip(self, pieces, is_logged):
-        spec = settings.arm("gspo", 0.1, **pieces)
-        assert report.clips_as_logged(spec) == is_logged
+    def test_have_the_clip_fraction_of_their_own_clip(self, batch, pieces, eps):
+        eps = list(eps) if isinstance(eps, tuple) else eps
+        spec = settings.variant("gspo", eps, **pieces)
+        assert runs.clip_is_counted(spec)
+        algorithm = runs.algorithm_of(spec)
+        new, old, advantages, mask = batch
+        own = algorithm.eps_low, algorithm.eps_high
+        clipped = gradient(algorithm.loss, batch, own)[mask] == 0
+        ratio = (new - old).exp()
+        if algorithm.ratio == "sequence":
+            ratio = sequence_ratio(new, old, mask)
+        logged = clip_fraction(ratio, advantages, mask, *own)
+        assert_close(logged, clipped.float().mean())
+        if eps in ([0.01, 0.02], [0.1, 0.2], [0.1, 0.15]):
+            assert 0 < logged < 1
+
+    @pytest.mark.parametrize("pieces", [
+        {"loss": ["sequence", "sequence", None, "both", "sign"]},
+        {"noise": 0.1},
+        {"successor": "fspo"},
+        {"successor": "fspo_200"},
+    ])
+    def test_have_no_clip_fraction_if_the_clip_has_no_range(self, pieces):
+        assert not runs.clip_is_counted(settings.variant("gspo", [0.1, 0.2], **pieces))

@@ -44,6 +44,41 @@ def test_a_message_says_what_was_found_and_what_to_do(message, change):
         gspo.gspo_loss(new, old, advantages, **{"mask": mask} | change)
 
 
+@pytest.mark.parametrize("eps_high", [1.0004, 1.1])
+def test_an_upper_bound_instead_of_a_distance(eps_high):
+    ones = torch.ones(2)
+    with pytest.raises(ValueError, match="not the bound"):
+        gspo.clipped_objective(ones, ones, 0.2, eps_high)
+    gspo.clipped_objective(ones, ones, 0.2, 1.0)
+    gspo.clipped_objective(ones, ones, 0.2, 1.2)
+
+
+@pytest.mark.parametrize("loss", [gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss])
+def test_no_responses(loss):
+    nothing = torch.zeros(0, 3)
+    with pytest.raises(ValueError, match="denominator"):
+        loss(nothing, nothing, torch.zeros(0), nothing)
+    assert loss(nothing, nothing, torch.zeros(0), nothing, denominator=4) == 0
+
+
+@pytest.mark.parametrize("loss", [gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss])
+@pytest.mark.parametrize("moved", [60.0, 95.0, 1e4])
+def test_where_the_clip_is_active_the_gradient_is_0_although_the_ratio_overflows(loss, moved):
+    """exp(88.8) is infinite in float32. With A < 0, the clip is not active."""
+    old = torch.zeros(2, 3)
+    new = torch.full((2, 3), moved, requires_grad=True)
+    loss(new, old, torch.tensor([1.0, -1.0]), torch.ones(2, 3)).backward()
+    assert new.grad[0].tolist() == [0, 0, 0]
+    assert new.grad[1].isfinite().all() and (new.grad[1] > 1e20).all()
+
+
+@pytest.mark.parametrize(
+    "rewards, name", [([1.0, 0.0], "list"), (torch.ones(2).numpy(), "ndarray")])
+def test_rewards_that_are_no_tensor_are_named_by_their_type(rewards, name):
+    with pytest.raises(ValueError, match=f"must be a tensor, not a {name}"):
+        gspo.group_advantages(rewards, 2)
+
+
 def test_equal_rewards_give_exactly_0_even_without_std_eps():
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0])
     advantages = gspo.group_advantages(rewards, 3, std_eps=0)

@@ -24,7 +24,7 @@ def trained(monkeypatch):
         found.append((spec, seed))
         if spec["learning_rate"] > 5e-4:
             raise FloatingPointError("the loss is not finite")
-        return [dict.fromkeys((*runs.KEPT, "seconds"), 0.5)], None
+        return [dict.fromkeys((*runs.KEPT, "seconds"), 0.5)]
 
     monkeypatch.setattr(runs, "cold_start", lambda task, start: {"1.0": 0.3})
     monkeypatch.setattr(runs, "cold_folder", lambda task, start: None)
@@ -39,7 +39,7 @@ def test_the_interval_is_student_s_over_paired_differences():
     shared = [random.Random(0).random() for _ in range(6)]
     more = [share + 0.01 * gain for share, gain in zip(shared, (1, 2, 3, 4, 5, 6))]
     assert mean_difference(more, shared) == "+3.5 ± 2.0"  # 2.571 * 1.871 / sqrt(6) = 1.96
-    assert mean_difference(more, shared, narrowest=3) == "+3.5 ± 3.0"
+    assert mean_difference(more, shared, narrowest=3) == "+3.5 ± 3.0*"
     assert mean_difference(shared[:1], more[:1]) == "-1.0"
     with pytest.raises(ValueError):
         mean_difference(more, shared[:5])

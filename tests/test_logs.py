@@ -5,6 +5,17 @@ from common import logs
 from tests.conftest import write_jsonl
 
 
+def test_a_compressed_log_has_the_same_rows(tmp_path):
+    path = tmp_path / "log.jsonl.gz"
+    rows = [{"step": 0, "word": "−5"}, {"step": 1}]
+    logs.write(path, rows)
+    logs.append(path, {"step": 2})
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+    assert logs.read(path) == [*rows, {"step": 2}]
+    path.write_bytes(path.read_bytes()[:-12])  # killed while it wrote the last row
+    assert logs.read(path)[:2] == rows
+
+
 def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path):
     assert logs.read(tmp_path / "none.jsonl") == []
     path = tmp_path / "log.jsonl"

@@ -1,29 +1,41 @@
 """train_math.py with a reward, an algorithm or a training loop of the user's own."""
 
 import copy
+import dataclasses
 import datetime
 import gc
+import itertools
 import json
 import math
+import os
 import re
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock
 
+import gspo
 import support.rewards
 import support.runs
 import train_math
 from common.logs import read
+from support.rewards import RewardError
+from support.sampling import check_rollout
 from tests.conftest import (
     assert_same,
     constant_reward,
     one_line,
     parity_reward,
+    rollout_of,
     run,
+    run_code,
     settings,
     sums,
     without_clocks,
+    write_jsonl,
 )
 
 
@@ -36,7 +48,8 @@ class TestScore:
             asked.append((prompts, completions, level, columns))
             return [1, 2, 3, 4]
 
-        rewards = train_math.score(reward, questions, ["w", "x", "y", "z"])
+        rows = [row for row in questions for _ in range(2)]
+        rewards = train_math.score(reward, rows, ["w", "x", "y", "z"])
         assert rewards.tolist() == [1, 2, 3, 4] and rewards.dtype == torch.float32
         prompts = ["a?", "a?", "b?", "b?"]
         assert asked == [(prompts, ["w", "x", "y", "z"], [1, 1, 2, 2], {"question": prompts})]
@@ -46,7 +59,7 @@ class TestScore:
         [(1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))],
     )
     def test_takes_any_sequence_of_numbers(self, returned):
-        rewards = train_math.score(lambda **columns: returned, sums(1), ["x", "y"])
+        rewards = train_math.score(lambda **columns: returned, sums(2), ["x", "y"])
         assert rewards.tolist() == [1, 2.5]
 
 
@@ -109,12 +122,12 @@ class TestAFaultyReward:
         gc.collect()  # Python warns here, not after the tests, that nobody awaited it
 
     def line(self, command, tmp_path, reward):
-        def rollout(model, prompts, group_size, max_length, *rest):
+        def generate(model, prompts, group_size, max_length, *rest):
             assert len(prompts) == 2 and max_length == 8, "the long work has begun"
-            return train_math.rollout(model, prompts, group_size, max_length, *rest)
+            return train_math.generate(model, prompts, group_size, max_length, *rest)
 
         flags = ["--output_dir", tmp_path / "a"]
-        line = one_line(train_math.main, *command, *flags, reward=reward, rollout=rollout)
+        line = one_line(train_math.main, *command, *flags, reward=reward, generate=generate)
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
         return line
 
@@ -229,6 +242,17 @@ class TestAnAlgorithm:
 
 
 class TestTrain:
+    def test_settings_with_an_unknown_algorithm(self):
+        with pytest.raises(ValueError, match="GSPO is none of gspo, "):
+            train_math.Settings(algorithm="GSPO")
+
+    def test_a_model_whose_weights_are_frozen_is_refused(self, fresh):
+        fresh[0].requires_grad_(False)
+        parts = train_math.Parts(reward=parity_reward)
+        with pytest.raises(ValueError, match="frozen"):
+            train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
+        with pytest.raises(ValueError, match="frozen"):
+            train_math.check_model(*fresh, sums(8), settings(), parts, train_math.ALGORITHMS)
 
     def test_without_questions_is_refused(self, fresh):
         with pytest.raises(ValueError, match="no questions"):
@@ -288,15 +312,15 @@ class TestTrain:
         train_math.main(flags, parity_reward, on_step=seen.append)
         assert json.loads(json.dumps(seen)) == read(tmp_path / "a" / "metrics.jsonl")
 
-    @pytest.mark.parametrize("name", ["encode_prompts", "rollout", "response_log_probs"])
+    @pytest.mark.parametrize("name", ["encode_prompts", "generate", "response_log_probs"])
     def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
         def fails(*arguments):
             raise OSError("in the part")
 
-        parts = {"reward": parity_reward, name: fails}
-        line = one_line(train_math.main, *command, "--output_dir", tmp_path / "a", **parts)
-        assert "in the part" in line and "--model" in line
-
+        with pytest.raises(SystemExit, match="in the part"):  # or a traceback, on another error
+            parts = {"reward": parity_reward, name: fails}
+            train_math.main([*command, "--output_dir", str(tmp_path / "a")], **parts)
+        assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
 
 
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(fresh):
@@ -340,7 +364,7 @@ def test_an_answer_of_any_kind_can_be_logged(fresh, tmp_path):
     assert found == ["Paris", "7", "8", "2025-07-24"]
 
 
-class TestWhatAReviewFound:
+class TestWhatIsKept:
     def test_a_gradient_that_is_left_over_changes_nothing(self, fresh):
         model, tokenizer = fresh
         weights = []
@@ -362,8 +386,8 @@ class TestWhatAReviewFound:
             return [tokenizer(f"{row['hint']} {row['question']}").input_ids for row in questions]
 
         cfg = settings(max_completion_length=8)
-        train_math.check_model(
-            model, tokenizer, questions, cfg, reward=parity_reward, encode_prompts=with_hint)
+        parts = train_math.Parts(reward=parity_reward, encode_prompts=with_hint)
+        train_math.check_model(model, tokenizer, questions, cfg, parts, train_math.ALGORITHMS)
 
     def test_a_signal_after_a_save_is_saved_too(self, fresh, tmp_path):
         stopped = []
@@ -376,3 +400,355 @@ class TestWhatAReviewFound:
         train_math.train(cfg, *fresh, sums(4), stopped=stopped, on_step=on_step,
                          reward=parity_reward)
         assert len(torch.load(tmp_path / "state.pt")["rows"]) == 2
+
+    @pytest.mark.parametrize("ending", ["jsonl", "csv"])
+    def test_answers_stay_as_they_are_written(self, tmp_path, ending):
+        answers = ["26", "007", "NA", "TRUE", "null", "2024-01-02", ""]
+        path = tmp_path / f"q[0].{ending}"
+        rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        if ending == "csv":
+            lines = ["question,answer", *(f"{row['question']},{row['answer']}" for row in rows)]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        else:
+            write_jsonl(path, rows)
+        cfg = settings(dataset=str(path), eval_size=0)
+        assert train_math.load_questions(cfg, parity_reward)[0] == rows
+
+    def test_a_run_with_answers_of_any_kind_is_resumed(self, fresh, tmp_path):
+        questions = [row | {"answer": datetime.date(2024, 1, 2)} for row in sums(8)]
+        held_out = [{"question": "?", "answer": torch.ones(2).numpy()},
+                    {"question": "??", "answer": {1, 2}}]
+        cfg = settings(output_dir=str(tmp_path), max_steps=1)
+        rows = train_math.train(cfg, *fresh, questions, held_out, reward=parity_reward)
+        state = train_math.load_state(cfg, questions)
+        assert len(state["rows"]) == len(rows) == 2
+        assert "[1. 1.]" in state["results"][0]["gold"]
+
+    def test_a_reward_may_change_the_directory(self, command, tmp_path, monkeypatch):
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path)
+
+        def reward(prompts, completions, **columns):
+            os.chdir(tmp_path / "elsewhere")
+            return parity_reward(prompts, completions)
+
+        train_math.main([*command, "--output_dir", "runs/mine"], reward)
+        assert (tmp_path / "runs" / "mine" / "state.pt").exists()
+        assert not list((tmp_path / "elsewhere").iterdir())
+
+    @pytest.mark.parametrize("part", ["on_step", "loss", "advantages", "generate"])
+    def test_what_was_trained_is_saved_if_a_part_raises(self, fresh, tmp_path, monkeypatch, part):
+        """Also between two saves. A loss raises in the first micro-batch of a step here."""
+        calls = []
+        original = {
+            "on_step": lambda row: None,
+            "loss": gspo.gspo_loss,
+            "advantages": gspo.group_advantages,
+            "generate": train_math.generate,
+        }[part]
+
+        def raises_later(*arguments, **more):
+            calls.append(1)
+            if len(calls) == 4:
+                raise OSError("my disk")
+            return original(*arguments, **more)
+
+        cfg = settings(output_dir=str(tmp_path), save_steps=100, minibatches=1,
+                       micro_batch_tokens=10**6)
+        parts = {"reward": parity_reward}
+        if part in ("loss", "advantages"):
+            row = train_math.ALGORITHMS["gspo"]._replace(**{part: raises_later})
+            monkeypatch.setitem(train_math.ALGORITHMS, "gspo", row)
+        else:
+            parts[part] = raises_later
+        with pytest.raises(OSError, match="my disk"):
+            train_math.train(cfg, *fresh, sums(8), **parts)
+        state = torch.load(tmp_path / "state.pt")
+        assert state["rows"][-1]["step"] == 3
+        for name, weight in fresh[0].state_dict().items():
+            assert torch.equal(weight, state["model"][name])
+
+    def test_half_a_step_is_not_saved(self, fresh, tmp_path, own_loss):
+        """The second minibatch of a step raises, when the weights have moved already."""
+        calls = []
+
+        def loss(*arguments, **more):
+            calls.append(1)
+            if len(calls) == 6:
+                raise OSError("my disk")
+            return gspo.gspo_loss(*arguments, **more)
+
+        cfg = settings(output_dir=str(tmp_path), save_steps=1, micro_batch_tokens=10**6)
+        with pytest.raises(OSError):
+            own_loss(loss)
+            train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
+        assert torch.load(tmp_path / "state.pt")["rows"][-1]["step"] < 2
+
+    def test_a_run_may_be_saved_more_often_than_it_is_evaluated(self, command, tmp_path):
+        rows = run(command, tmp_path / "a", "--save_steps", "1", "--eval_steps", "3")
+        assert [row["step"] for row in rows if "eval_reward" in row] == [0, 3, 6]
+        with mock.patch.object(support.runs.torch, "save", wraps=torch.save) as save:
+            run(command, tmp_path / "b", "--save_steps", "1", "--eval_steps", "3")
+        assert save.call_count == 7
+
+    def test_a_reward_may_compute_gradients_in_the_trial(self, fresh):
+        def reward(prompts, completions, **columns):
+            weight = torch.ones(2, requires_grad=True)
+            weight.sum().backward()
+            return parity_reward(prompts, completions)
+
+        parts = train_math.Parts(reward=reward)
+        train_math.check_model(*fresh, sums(4), settings(), parts, train_math.ALGORITHMS)
+
+    def test_an_error_names_the_line_of_the_user(self):
+        def reward(prompts, completions, **columns):
+            return json.loads("no JSON")  # this line
+
+        with pytest.raises(RewardError) as raised:
+            train_math.score(reward, sums(1), ["x"])
+        number = reward.__code__.co_firstlineno + 1
+        assert f"{__file__}, line {number}" in str(raised.value)
+
+    def test_a_dataset_of_the_library_can_be_trained_on(self, fresh):
+        from datasets import Dataset
+
+        questions = Dataset.from_list(sums(8))
+        listed = train_math.train(settings(max_steps=1), *fresh, sums(8), reward=parity_reward)
+        rows = train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
+        assert rows[0]["settings"]["questions"] == listed[0]["settings"]["questions"]
+
+    def test_a_model_in_training_mode_passes_the_trial(self, fresh):
+        parts = train_math.Parts(reward=parity_reward)
+        model, tokenizer = fresh
+        train_math.check_model(
+            model.train(), tokenizer, sums(4), settings(), parts, train_math.ALGORITHMS)
+        assert not fresh[0].training
+
+    def test_the_first_prompt_is_printed(self, command, tmp_path, capsys):
+        rows = run(command, tmp_path / "a", "--instruction", "Count!")
+        assert "has 0 figs?" in capsys.readouterr().out
+        assert len(read(tmp_path / "a" / "metrics.jsonl")) == len(rows)
+
+    def test_a_user_may_bring_an_optimizer_and_all_its_groups_get_the_rate(self, fresh):
+        made = []
+
+        def make_optimizer(model):
+            first, *others = model.parameters()
+            made.append(torch.optim.SGD([{"params": [first]}, {"params": others}], lr=1.0))
+            return made[0]
+
+        train_math.train(settings(max_steps=2, learning_rate=0.5), *fresh, sums(8),
+                         reward=parity_reward, make_optimizer=make_optimizer)
+        assert [group["lr"] for group in made[0].param_groups] == [pytest.approx(0.05)] * 2
+
+    def test_a_reward_cannot_overwrite_a_metric_of_the_step(self, fresh):
+        def reward(prompts, completions, log_metric, **columns):
+            log_metric("step", 7)
+            log_metric("mine", 8)
+            return parity_reward(prompts, completions)
+
+        rows = train_math.train(settings(max_steps=1), *fresh, sums(8), reward=reward)
+        assert (rows[1]["step"], rows[1]["mine"]) == (1, 8)
+
+    @pytest.mark.parametrize("name", ["cut", "completion_ids", "completions"])
+    def test_a_column_with_the_name_of_an_argument_is_named(self, fresh, name):
+        questions = [row | {name: 1} for row in sums(4)]
+        with pytest.raises(RewardError, match=f"rename the column {name} "):
+            train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
+
+    def test_a_sample_of_the_user_gets_all_parts(self, fresh):
+        got = []
+
+        def sample(*arguments):
+            got.append(arguments[-1].reward)
+            return train_math.sample(*arguments)
+
+        train_math.train(settings(max_steps=1), *fresh, sums(8), sums(2), sample=sample)
+        assert got == [train_math.correctness_reward] * 3
+
+
+class TestOneRollout:
+    """What a part of the user gets, may change, and may add on the way to the update."""
+
+    def test_what_a_loss_needs_besides_comes_from_the_minibatches(self, fresh, own_loss):
+        """Each response is weighted by the policy of the update over that of the sampler."""
+        seen = []
+
+        def build_minibatches(rollout, advantages, cfg):
+            minibatches = train_math.build_minibatches(rollout, advantages, cfg)
+            for batch in itertools.chain(*minibatches):
+                batch.extra["sampler_log_probs"] = batch.sampler_log_probs
+            return minibatches
+
+        def weighted(log_probs, old_log_probs, advantages, mask, *more, sampler_log_probs):
+            gap = (old_log_probs - sampler_log_probs)[mask]
+            seen.append(gap.abs().max().item())
+            return gspo.gspo_loss(log_probs, old_log_probs, advantages, mask, *more)
+
+        own_loss(weighted)
+        train_math.train(settings(max_steps=1), *fresh, sums(4), reward=parity_reward,
+                         build_minibatches=build_minibatches)
+        assert len(seen) > 1 and 0 < max(seen) < 1e-4
+
+    def test_old_log_probs_of_the_user_are_kept_and_are_no_mistake(self, fresh):
+        def build_minibatches(rollout, advantages, cfg):
+            minibatches = train_math.build_minibatches(rollout, advantages, cfg)
+            for batch in itertools.chain(*minibatches):
+                batch.old_log_probs = batch.sampler_log_probs + 0.5 * batch.mask
+            return minibatches
+
+        row = train_math.train(settings(max_steps=1), *fresh, sums(4), reward=parity_reward,
+                               build_minibatches=build_minibatches)[1]
+        assert row["sampler_gap"] == pytest.approx(0.5) and row["log_ratio_mean"] < -0.3
+        assert row["log_ratio_first_max"] is None
+        assert not any("log_ratio_first_max" in note for note in row["notes"])
+
+    @pytest.mark.parametrize("temperature, is_noted", [(1.0, False), (0.3, True)])
+    def test_a_sampler_at_another_temperature_is_noted(self, fresh, temperature, is_noted):
+        def generate(model, prompts, group_size, max_length, given, end_ids):
+            return train_math.generate(model, prompts, group_size, max_length, temperature, end_ids)
+
+        def reward(completions, **columns):
+            return [i % 2 for i in range(len(completions))]
+
+        row = train_math.train(
+            settings(max_steps=1), *fresh, sums(4), reward=reward, generate=generate)[1]
+        assert ("sampler_gap is above 0.1" in str(row.get("notes"))) is is_noted
+        assert (row["sampler_gap"] > 0.1) is is_noted
+
+    def test_our_own_sampler_on_a_cpu_may_differ_by_less(self, fresh):
+        assert train_math.largest_gap(train_math.generate, fresh[0]) == 1e-4
+
+    @pytest.mark.parametrize("lost", [1, 4])
+    def test_a_sampler_that_loses_responses_later_is_named(self, fresh, lost):
+        """Four fewer could still be split into groups, but not into those of the prompts."""
+        def generate(*arguments):
+            responses, log_probs = train_math.generate(*arguments)
+            return responses[:-lost], log_probs[:-lost]
+
+        with pytest.raises(ValueError, match="the sampler must return 4 responses to each of 4"):
+            train_math.train(settings(), *fresh, sums(8), reward=parity_reward, generate=generate)
+
+    def test_mixed_groups_and_token_marks_of_another_length_are_refused(self):
+        rollout = rollout_of([[1], [2]], [[3], [4, 5]])
+        check_rollout(rollout, sums(2), 1)
+        with pytest.raises(ValueError, match="side by side"):
+            check_rollout(rollout, sums(1), 2)
+        rollout.is_sampled[1] = [True]
+        with pytest.raises(ValueError, match="each token of a response"):
+            check_rollout(rollout, sums(2), 1)
+
+    def test_a_reward_may_change_what_it_gets(self, fresh, tmp_path):
+        """The run is the same, and can be resumed, although the trial calls the reward first."""
+        questions = [row | {"tags": ["b", "a"]} for row in sums(8)]
+        before = copy.deepcopy(questions)
+        plain = train_math.train(settings(), *copy.deepcopy(fresh), questions, reward=parity_reward)
+
+        def reward(prompts, completions, tags, completion_ids, **columns):
+            rewards = parity_reward(prompts, completions)
+            for each in [*tags, *completion_ids, prompts, completions]:
+                each.clear()
+            return rewards
+
+        def encode_prompts(tokenizer, questions, cfg):
+            for row in questions:
+                row["tags"].append("c")
+            return train_math.encode_prompts(tokenizer, questions, cfg)
+
+        parts = train_math.Parts(reward=reward, encode_prompts=encode_prompts)
+        cfg = settings(output_dir=str(tmp_path))
+        train_math.check_model(*fresh, questions, cfg, parts, train_math.ALGORITHMS)
+        rows = train_math.train(cfg, *fresh, questions, **vars(parts))
+        assert without_clocks(rows) == without_clocks(plain) and questions == before
+        assert len(train_math.load_state(cfg, before)["rows"]) == len(rows)
+
+
+class TestUserState:
+    def test_is_given_back_when_a_run_is_resumed(self, command, tmp_path):
+        """The state counts the responses of the training steps. It is killed between two saves."""
+        def state_of_a_run(folder, dies_in_step):
+            user_state = {"seen": Counter(), "tensor": torch.zeros(2)}
+
+            def reward(prompts, completions, **columns):
+                user_state["seen"][len(completions)] += 1
+                user_state["tensor"] += 1
+                return parity_reward(prompts, completions)
+
+            def on_step(row):
+                if row["step"] == dies_in_step:
+                    raise KeyboardInterrupt
+
+            flags = [*command, "--output_dir", str(folder)]
+            train_math.main(flags, reward, on_step, user_state)
+            return user_state
+
+        whole = state_of_a_run(tmp_path / "whole", None)
+        with pytest.raises(SystemExit, match="What was saved is intact"):
+            state_of_a_run(tmp_path / "killed", 3)
+        resumed = state_of_a_run(tmp_path / "killed", None)
+        assert whole["seen"][16] == 6
+        assert resumed["seen"] == whole["seen"] and torch.equal(resumed["tensor"], whole["tensor"])
+        assert_same(tmp_path / "whole", tmp_path / "killed")
+
+    def test_that_could_not_be_read_again_is_refused_when_it_is_saved(self, fresh, tmp_path):
+        user_state = {"rates": torch.zeros(3)}
+
+        def on_step(row):
+            if row["step"] == 2:
+                user_state["rates"] = user_state["rates"].numpy()
+
+        cfg = settings(output_dir=str(tmp_path), save_steps=1)
+        with pytest.raises(ValueError, match="user_state may hold only tensors, numbers"):
+            train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=on_step,
+                             user_state=user_state)
+        assert len(train_math.load_state(cfg, sums(8))["rows"]) == 2, "the last good one"
+
+    def test_costs_the_steps_since_the_last_save_after_an_error(self, fresh, tmp_path):
+        """It may have changed since then, so that it would not belong to the rows."""
+        def on_step(row):
+            if row["step"] == 3:
+                raise OSError("my disk")
+
+        cfg = settings(output_dir=str(tmp_path))
+        with pytest.raises(OSError, match="my disk"):
+            train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=on_step,
+                             user_state={"mine": 1})
+        state = train_math.load_state(cfg, sums(8))
+        assert len(state["rows"]) == 3 and state["user_state"] == {"mine": 1}
+
+
+class TestFiles:
+    def test_a_full_disk_is_an_exception_of_train(self, fresh, tmp_path):
+        (tmp_path / "partial").symlink_to("/dev/full")
+        with pytest.raises(OSError, match="is the disk full"):
+            train_math.train(settings(output_dir=str(tmp_path)), *fresh, sums(8),
+                             reward=parity_reward)
+
+    def test_a_second_run_in_another_process_is_refused(self, fresh, tmp_path):
+        with FileLock(tmp_path / "lock"):
+            code = f"""
+import train_math
+from tests.conftest import settings, sums, tiny_model, tiny_tokenizer
+tokenizer = tiny_tokenizer()
+cfg = settings(output_dir={str(tmp_path)!r})
+train_math.train(cfg, tiny_model(tokenizer, 0), tokenizer, sums(8))
+"""
+            status, _, errors = run_code(code)
+        assert status == 1 and "is in use by another process" in errors
+        assert {path.name for path in tmp_path.iterdir()} == {"lock"}
+
+    def test_reading_a_state_writes_nothing(self, whole, command):
+        before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in whole.rglob("*.*")}
+        cfg = train_math.parse_settings([*command, "--output_dir", str(whole)])
+        questions, _ = train_math.load_questions(cfg, parity_reward)
+        assert len(train_math.load_state(cfg, questions)["rows"]) == 7
+        after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in whole.rglob("*.*")}
+        assert after == before
+
+    def test_a_new_flag_may_have_the_default_0(self):
+        Own = dataclasses.make_dataclass(
+            "Own", [("weight_decay", float, dataclasses.field(default=0.0))],
+            bases=(train_math.Settings,))
+        assert Own().weight_decay == 0
+        with pytest.raises(ValueError, match="--weight_decay -1 is out of range"):
+            Own(weight_decay=-1)

@@ -12,10 +12,10 @@ import transformers
 import train_math
 from common.tiny_model import tiny_tokenizer
 from gspo import group_advantages, gspo_loss
-from support import sampling
-from tests.conftest import QUESTIONS, encoded, parity_reward, settings, sums
+from support import cuda_sampling, sampling
+from tests.conftest import QUESTIONS, encoded, parity_reward, rollout_of, settings, sums
 
-SAMPLERS = [sampling.dynamic_rollout, sampling.static_rollout]
+SAMPLERS = [sampling.dynamic_rollout, cuda_sampling.static_rollout]
 THREE = [*QUESTIONS, {"question": "3?"}]
 FREQUENT_ENDS = torch.arange(1, 8)  # several end tokens that are drawn often: lengths differ
 
@@ -55,14 +55,22 @@ def model_of(kind, seed=1):
     return model_class(config).eval(), tokenizer
 
 
-def assert_log_probs_of_the_update(model, prompts, group_size, responses, sampled, temperature):
+def micro_batch(prompts, responses, device="cpu"):
+    """A MicroBatch of all these responses, with advantages of 0."""
+    n = len(responses)
+    return train_math.MicroBatch(rollout_of(prompts, responses), torch.zeros(n), range(n), device)
+
+
+def assert_log_probs_of_the_update(
+    model, prompts, group_size, responses, sampled, temperature, atol=1e-4
+):
     """The sampler's log-probs are those of response_log_probs, and 0 after the end."""
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    batch = train_math.MicroBatch(prompts, responses, range(len(prompts)), model.device)
+    batch = micro_batch(prompts, responses, model.device)
     log_probs = train_math.response_log_probs(model, batch, temperature)
     for i, response in enumerate(responses):
         n = len(response)
-        assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=1e-4)
+        assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=atol)
         assert (sampled[i, n:] == 0).all() and (log_probs[i][~batch.mask[i]] == 0).all()
 
 
@@ -181,7 +189,7 @@ class TestBothSamplers:
         width = max(map(len, prompts))
         assert shapes == [(2, width), *((n, 1) for n in unfinished)] and unfinished[-1] < 16
         shapes.clear()
-        sampling.static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        cuda_sampling.static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         assert shapes == [(2, width), *[(16, 1)] * 11], "the shapes are fixed"
 
     def test_the_static_one_stops_when_all_responses_have_ended(self, tiny, monkeypatch):
@@ -190,10 +198,10 @@ class TestBothSamplers:
         calls = []
         monkeypatch.setattr(model, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
         prompts = encoded(tokenizer)
-        responses, _ = sampling.static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
+        responses, _ = cuda_sampling.static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
         assert [len(response) for response in responses] == [1] * 4 and len(calls) < 40
         calls.clear()
-        responses, _ = sampling.static_rollout(model, prompts, 2, 50, 0.0, torch.tensor([-1]))
+        responses, _ = cuda_sampling.static_rollout(model, prompts, 2, 50, 0.0, torch.tensor([-1]))
         assert [len(response) for response in responses] == [50] * 4 and len(calls) == 50
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -207,9 +215,12 @@ class TestBothSamplers:
             assert found[0][0] == found[1][0]
             assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
             torch.manual_seed(0)
-            responses, sampled = sampling.static_rollout(model, prompts, 8, 20, 0.7, ends)
+            responses, sampled = cuda_sampling.static_rollout(model, prompts, 8, 20, 0.7, ends)
             assert len({tuple(response) for response in responses}) > 10, "numbers are not fresh"
             assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
+            responses, sampled = train_math.generate(model, prompts, 8, 20, 0.7, ends)
+            copied = cuda_sampling.copy_in(model, torch.float16).float()
+            assert_log_probs_of_the_update(copied, prompts, 8, responses, sampled, 0.7, 0.05)
 
 
 class TestWhichSampler:
@@ -223,18 +234,18 @@ class TestWhichSampler:
     )
     def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
         model, _ = model_of(kind)
-        assert sampling.cache_can_be_static(model, 64) is can
+        assert cuda_sampling.cache_can_be_static(model, 64) is can
         if kind == "a long window":
-            assert sampling.cache_can_be_static(model, 128)
-            assert not sampling.cache_can_be_static(model, 129)
+            assert cuda_sampling.cache_can_be_static(model, 128)
+            assert not cuda_sampling.cache_can_be_static(model, 129)
 
     def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(
         self, fresh, monkeypatch
     ):
         model, _ = fresh
-        assert sampling.cache_can_be_static(model, 20)
+        assert cuda_sampling.cache_can_be_static(model, 20)
         monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
-        assert not sampling.cache_can_be_static(model, 20)
+        assert not cuda_sampling.cache_can_be_static(model, 20)
 
     @pytest.fixture
     def chosen(self, monkeypatch):
@@ -246,17 +257,17 @@ class TestWhichSampler:
                 chosen.append((name, model, arguments))
                 return original(model, *arguments)
 
-            monkeypatch.setattr(sampling, f"{name}_rollout", spy)
+            monkeypatch.setattr(cuda_sampling, f"{name}_rollout", spy)
 
         spy_on("dynamic", sampling.dynamic_rollout)
-        spy_on("static", sampling.static_rollout)
+        spy_on("static", cuda_sampling.static_rollout)
         return chosen
 
     @pytest.mark.parametrize("temperature", [1.0, 0.0])
     def test_on_a_cpu_it_is_the_dynamic_one_with_the_model_itself(self, tiny, chosen, temperature):
         model, tokenizer = tiny
         arguments = (encoded(tokenizer), 2, 3, temperature, FREQUENT_ENDS)
-        train_math.rollout(model, *arguments)
+        train_math.generate(model, *arguments)
         assert chosen == [("dynamic", model, arguments)]
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -267,7 +278,7 @@ class TestWhichSampler:
         before = copy.deepcopy(model.state_dict())
         pretend_cuda(model)
         arguments = (encoded(tokenizer), 2, 3, temperature, FREQUENT_ENDS)
-        responses, log_probs = train_math.rollout(model, *arguments)
+        responses, log_probs = train_math.generate(model, *arguments)
         ((name, used, rest),) = chosen
         assert name == "static" and rest == arguments
         assert len(responses) == 4 and log_probs.dtype == torch.float32
@@ -285,9 +296,9 @@ class TestWhichSampler:
         """Both for a short text, which fits into the window, and for a long one."""
         model, tokenizer = model_of("a short window")
         pretend_cuda(model)
-        train_math.rollout(model, encoded(tokenizer), 2, 3, 0.0, FREQUENT_ENDS)
-        train_math.rollout(model, [[5, 6], [7]], 2, 3, 0.0, FREQUENT_ENDS)
-        train_math.rollout(model, [[5, 6], [7]], 2, 7, 0.0, FREQUENT_ENDS)
+        train_math.generate(model, encoded(tokenizer), 2, 3, 0.0, FREQUENT_ENDS)
+        train_math.generate(model, [[5, 6], [7]], 2, 3, 0.0, FREQUENT_ENDS)
+        train_math.generate(model, [[5, 6], [7]], 2, 7, 0.0, FREQUENT_ENDS)
         assert [name for name, *_ in chosen] == ["dynamic", "static", "dynamic"]
 
     def test_training_with_a_float16_sampler_measures_the_gap_and_keeps_the_ratios(
@@ -328,15 +339,15 @@ class TestPrecision:
     def dtype_of(model, prompts, capsys):
         """(the dtype that sampled, what was printed)"""
         seen = []
-        original = sampling.static_rollout
+        original = cuda_sampling.static_rollout
 
         def static(sampler, *arguments):
             seen.append(next(sampler.parameters()).dtype)
             return original(sampler, *arguments)
 
-        with mock.patch.object(sampling, "static_rollout", static):
+        with mock.patch.object(cuda_sampling, "static_rollout", static):
             torch.manual_seed(0)
-            _, log_probs = train_math.rollout(model, prompts, 2, 3, 1.0, torch.tensor([1]))
+            _, log_probs = train_math.generate(model, prompts, 2, 3, 1.0, torch.tensor([1]))
         assert log_probs.isfinite().all()
         return seen[-1], capsys.readouterr().out
 
@@ -374,7 +385,7 @@ class TestPrecision:
                 logits = logits + math.inf
             return logits
 
-        with mock.patch.object(sampling, "next_logits", next_logits):
+        with mock.patch.object(cuda_sampling, "next_logits", next_logits):
             dtype, shown = self.dtype_of(model, prompts, capsys)
         assert dtype == torch.bfloat16 and "torch.float16" in shown
 
@@ -384,7 +395,7 @@ class TestPrecision:
         with torch.no_grad():
             model.lm_head.weight[5] = math.nan
         with pytest.raises(FloatingPointError, match="not finite"):
-            train_math.rollout(model, encoded(tokenizer), 2, 3, 1.0, torch.tensor([1]))
+            train_math.generate(model, encoded(tokenizer), 2, 3, 1.0, torch.tensor([1]))
 
 
 class TestSample:
@@ -398,31 +409,34 @@ class TestSample:
 
         def spy(model, prompts, *rest):
             seen.append(len(prompts))
-            return train_math.rollout(model, prompts, *rest)
+            return train_math.generate(model, prompts, *rest)
 
         cfg = settings(rollout_rows=rows, max_completion_length=4, instruction="")
-        got = train_math.sample(model, tokenizer, questions, 4, 0.0, cfg, rollout=spy)
-        assert seen == at_once and got.prompts == encoded(tokenizer, questions)
+        parts = train_math.Parts(generate=spy)
+        got = train_math.sample(model, tokenizer, questions, 4, 0.0, cfg, parts)
+        assert seen == at_once and got.prompts[::4] == encoded(tokenizer, questions)
+        assert got.questions == [row for row in questions for _ in range(4)]
         assert len(got.texts) == 20 and got.log_probs.shape == (20, 4)
         assert got.texts == tokenizer.batch_decode(got.responses, skip_special_tokens=True)
         ends = torch.tensor([tokenizer.eos_token_id])
-        for i, prompt in enumerate(got.prompts):  # greedy: the responses of a group are equal
-            alone, log_probs = train_math.rollout(model, [prompt], 4, 4, 0.0, ends)
+        for i, prompt in enumerate(got.prompts[::4]):  # greedy: the responses of a group are equal
+            alone, log_probs = train_math.generate(model, [prompt], 4, 4, 0.0, ends)
             group = slice(4 * i, 4 * i + 4)
             assert got.responses[group] == alone
             assert torch.allclose(got.log_probs[group], log_probs, atol=1e-5)
 
-    def test_of_an_evaluation_has_no_more_rows_at_once(self, fresh):
+    def test_of_an_evaluation_reads_half_as_many_prompts_at_once(self, fresh):
+        """Reading them needs the most memory, and each row has a prompt of its own."""
         seen = []
 
         def spy(model, prompts, group_size, *rest):
             seen.append((len(prompts), group_size))
-            return train_math.rollout(model, prompts, group_size, *rest)
+            return train_math.generate(model, prompts, group_size, *rest)
 
         cfg = settings(rollout_rows=8, max_steps=1)
-        parts = {"reward": parity_reward, "rollout": spy}
+        parts = {"reward": parity_reward, "generate": spy}
         train_math.train(cfg, *fresh, sums(8), sums(11), **parts)
-        evaluation = [(8, 1), (3, 1)]
+        evaluation = [(4, 1), (4, 1), (3, 1)]
         assert seen == [*evaluation, (2, 4), (2, 4), *evaluation]
 
     @pytest.mark.parametrize("ends", [list(range(4, 75)), 7, None])
@@ -432,10 +446,11 @@ class TestSample:
 
         def spy(*arguments):
             asked.extend(arguments[-1].tolist())
-            return train_math.rollout(*arguments)
+            return train_math.generate(*arguments)
 
         monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
-        train_math.sample(model, tokenizer, QUESTIONS, 2, 1.0, settings(), rollout=spy)
+        parts = train_math.Parts(generate=spy)
+        train_math.sample(model, tokenizer, QUESTIONS, 2, 1.0, settings(), parts)
         more = ends if isinstance(ends, list) else [ends] if ends else []
         assert asked == sorted({tokenizer.eos_token_id, *more})
 
@@ -443,12 +458,8 @@ class TestSample:
         model, tokenizer = fresh
         response = tokenizer("4+5").input_ids + [tokenizer.eos_token_id]
 
-        def rollout(*arguments):
-            return [response], torch.zeros(1, 6)
-
-        got = train_math.sample(
-            model, tokenizer, QUESTIONS[:1], 1, 1.0, settings(), rollout=rollout
-        )
+        parts = train_math.Parts(generate=lambda *arguments: ([response], torch.zeros(1, 6)))
+        got = train_math.sample(model, tokenizer, QUESTIONS[:1], 1, 1.0, settings(), parts)
         assert got.responses == [response] and got.texts == ["4+5"]
 
     def test_asks_through_the_chat_template_with_the_instruction_and_the_system_prompt(self):
@@ -472,7 +483,7 @@ class TestLogProbs:
         """And no chunk of logits has more than 256 rows, or 2^22 elements if that is more."""
         model, tokenizer = tiny
         response = tokenizer("12\n#### 5" * 40).input_ids
-        batch = train_math.MicroBatch([[5, 6], [5]], [response[:99], response], [0, 1], "cpu")
+        batch = micro_batch([[5, 6], [5]], [response[:99], response])
         whole = train_math.response_log_probs(model, batch, 1.0)
         head = model.lm_head
         sizes = []
@@ -494,10 +505,24 @@ class TestLogProbs:
 
     def test_keep_the_end_token_if_it_is_also_the_pad_token(self):
         end = pad = 0
-        batch = train_math.MicroBatch([[5, 6], [5]], [[7, end], [8, 9, 7, end]], [0, 1], "cpu")
+        batch = micro_batch([[5, 6], [5]], [[7, end], [8, 9, 7, end]])
         assert batch.ids.tolist() == [[5, 6, 7, end, pad], [5, 8, 9, 7, end]]
         assert batch.mask.tolist() == [[False, True, True, False], [True, True, True, True]]
-        assert batch.indices == [0, 1] and batch.old_log_probs is batch.advantages is None
+        assert batch.indices == [0, 1] and batch.old_log_probs is None and batch.extra == {}
+
+    def test_leave_out_what_a_tool_wrote_but_the_model_reads_it(self, tiny):
+        """The log-probs of the sampler stand where those of the update stand."""
+        model, _ = tiny
+        is_sampled = [[True, False, True], [True]]
+        sampled = torch.tensor([[-1.0, 0, -3], [-4, 0, 0]])
+        rollout = rollout_of([[5, 6], [5]], [[7, 8, 9], [7]], sampled, is_sampled)
+        batch = train_math.MicroBatch(rollout, torch.ones(2), [0, 1], "cpu")
+        assert batch.mask.tolist() == [[False, True, False, True], [True] + [False] * 3]
+        assert batch.sampler_log_probs.tolist() == [[0, -1, 0, -3], [-4, 0, 0, 0]]
+        log_probs = train_math.response_log_probs(model, batch, 1.0)
+        everything = model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0].log_softmax(-1)
+        expected = torch.tensor([0, everything[1, 7], 0, everything[3, 9]])
+        assert torch.allclose(log_probs[0], expected, atol=1e-5)
 
     def test_give_the_same_gradient_from_micro_batches_of_1_2_and_all(self, tiny):
         """The rewards of the second group are equal. It is left out of the forward, and it still
@@ -506,7 +531,8 @@ class TestLogProbs:
         prompts = encoded(tokenizer, [{"question": "Ann has 3?"}] * 4 + [{"question": "Bob?"}] * 4)
         responses = [tokenizer("1" * n).input_ids for n in (1, 7, 2, 5, 3, 3, 4, 6)]
         advantages = group_advantages(torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1]), 4)
-        everything = train_math.MicroBatch(prompts, responses, range(8), "cpu", advantages)
+        rollout = rollout_of(prompts, responses)
+        everything = train_math.MicroBatch(rollout, advantages, range(8), "cpu")
 
         def gradient(batches):
             model.zero_grad()
@@ -522,7 +548,7 @@ class TestLogProbs:
         expected = gradient([everything])
         for tokens, n in (1, 4), (40, 2), (10_000, 1):
             cfg = settings(micro_batch_tokens=tokens, minibatches=1)
-            (batches,) = train_math.build_minibatches(prompts, responses, advantages, cfg)
+            (batches,) = train_math.build_minibatches(rollout, advantages, cfg)
             assert len(batches) == n
             assert sorted(i for batch in batches for i in batch.indices) == [0, 1, 2, 3]
             assert all(batch.ids.numel() <= tokens or len(batch.ids) == 1 for batch in batches)
@@ -534,7 +560,8 @@ class TestLogProbs:
         prompts = [[5] * 10] * 80
         responses = [[6] * 6] * 80
         cfg = settings(micro_batch_tokens=tokens, minibatches=1)
-        (batches,) = train_math.build_minibatches(prompts, responses, torch.ones(80), cfg)
+        rollout = rollout_of(prompts, responses)
+        (batches,) = train_math.build_minibatches(rollout, torch.ones(80), cfg)
         most = tokens // 16
         assert [len(batch.ids) for batch in batches] == [most] * (80 // most) + [80 % most] * (
             80 % most > 0
@@ -546,7 +573,11 @@ class TestLogProbs:
         responses = [[4 + i] * (1 + i % 3) for i in range(16)]
         advantages = torch.arange(1, 17.0)
         advantages[4:8] = 0
-        minibatches = train_math.build_minibatches(prompts, responses, advantages, settings())
+        rollout = rollout_of(prompts, responses)
+        (everything,) = train_math.build_minibatches(
+            rollout, advantages, settings(minibatches=1), keeps_all=True)
+        assert sum(len(batch.indices) for batch in everything) == 16
+        minibatches = train_math.build_minibatches(rollout, advantages, settings())
         assert len(minibatches) == 3, "one without a gradient is left out"
         for start, minibatch in zip((0, 8, 12), minibatches):
             indices = [i for batch in minibatch for i in batch.indices]
@@ -561,7 +592,8 @@ class TestLogProbs:
         with no padding at all."""
         responses = [[6] * (30 if i % 2 else 3) for i in range(8)]
         cfg = settings(micro_batch_tokens=124, minibatches=1)
-        (batches,) = train_math.build_minibatches([[5]] * 8, responses, torch.ones(8), cfg)
+        rollout = rollout_of([[5]] * 8, responses)
+        (batches,) = train_math.build_minibatches(rollout, torch.ones(8), cfg)
         assert [tuple(batch.ids.shape) for batch in batches] == [(4, 4), (4, 31)]
 
 
@@ -576,10 +608,11 @@ class TestOtherModels:
         prompts = encoded(tokenizer)
         ends = torch.arange(1, 20)
         torch.manual_seed(0)
-        responses, sampled = train_math.rollout(model, prompts, 8, 12, 0.7, ends)
+        responses, sampled = train_math.generate(model, prompts, 8, 12, 0.7, ends)
         assert len({len(response) for response in responses}) > 3
         assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
         cfg = settings(max_steps=1, max_completion_length=40)
-        train_math.check_model(model, tokenizer, sums(4), cfg, reward=parity_reward)
+        parts = train_math.Parts(reward=parity_reward)
+        train_math.check_model(model, tokenizer, sums(4), cfg, parts, train_math.ALGORITHMS)
         _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=parity_reward)
         assert row["log_ratio_first_max"] == 0 < row["grad_norm"]

@@ -1,26 +1,22 @@
 """train_math.py as a program: each test runs it in a process of its own."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
 import train_math
 from common.logs import read
-from tests.conftest import assert_same, copy_script, run, run_code, without_clocks, write_jsonl
+from tests.conftest import TOP, assert_same, copy_script, run, run_code, without_clocks, write_jsonl
 
-OWN_ALGORITHM = """
-import train_math
-
-
-def cispo_loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
-    ratio = (log_probs - old_log_probs).exp().clamp(1 - eps_low, 1 + eps_high).detach()
-    objective = (ratio * advantages[:, None] * log_probs * mask).sum(1) / mask.sum(1)
-    return -objective.sum() / denominator
-
+PAGE = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+CISPO = re.search(r"```python\n(import train_math.*?)train_math\.main\(\)", PAGE, re.DOTALL)[1]
+OWN_ALGORITHM = CISPO + """
 
 def centred(rewards, group_size):
     groups = rewards.view(-1, group_size)
@@ -43,8 +39,7 @@ class TestScript:
     def test_from_outside_trains_and_is_measured_by_its_row(self, command, tmp_path, monkeypatch):
         """The user's file runs as a script, with its own reward and algorithm, beside copies of
         train_math.py and what it needs, and on a console that cannot show every character. Its run
-        is compared with one in which loss and advantages are passed as functions, and the clip
-        range as settings."""
+        is compared with one in this process, where the clip range is given as settings."""
         copy_script(tmp_path)
         (tmp_path / "own.py").write_text(OWN_ALGORITHM)
         rows = [{"question": f"有 {i}?", "level": i} for i in range(10)]
@@ -67,13 +62,15 @@ class TestScript:
         assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
         assert read(tmp_path / "runs" / "own" / "eval_0.jsonl")[0]["question"] == "有 8?"
 
-        monkeypatch.setattr(train_math, "ALGORITHMS", dict(train_math.ALGORITHMS))
-        names = {"__name__": "own"}
-        exec(OWN_ALGORITHM, names)
-        parts = {"loss": names["cispo_loss"], "group_advantages": names["centred"]}
+        with mock.patch.dict(train_math.ALGORITHMS):
+            names = {"__name__": "own"}
+            exec(OWN_ALGORITHM, names)
+            own = train_math.ALGORITHMS["cispo"]
+        monkeypatch.setitem(
+            train_math.ALGORITHMS, "grpo", own._replace(eps_low=0.1, eps_high=0.1))
         flags += ["--algorithm", "grpo", "--eps_low", "1", "--eps_high", "4"]
         flags += ["--output_dir", str(tmp_path / "parts")]
-        train_math.main(flags, names["reward"], **parts)
+        train_math.main(flags, names["reward"])
         expected = read(tmp_path / "parts" / "metrics.jsonl")
         assert without_clocks(rows)[1:] == without_clocks(expected)[1:]
         weights = [tmp_path / run / "model" / "model.safetensors" for run in ("runs/own", "parts")]
@@ -86,7 +83,9 @@ class TestScript:
         script = f"""
 from tests.conftest import gspo_loss_that_kills, parity_reward, train_math
 flags = {[*command, "--output_dir", str(tmp_path / "killed")]!r}
-train_math.main(flags, parity_reward, loss=gspo_loss_that_kills(14))
+row = train_math.ALGORITHMS["gspo"]._replace(loss=gspo_loss_that_kills(14))
+train_math.ALGORITHMS["gspo"] = row
+train_math.main(flags, parity_reward)
 """
         status, _, errors = run_code(script)
         assert status == -signal.SIGKILL, errors

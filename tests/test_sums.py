@@ -1,18 +1,13 @@
-"""experiments/qwen/sums.py: questions, reward, arithmetic, and that nothing is done twice."""
+"""experiments/qwen/sums.py: questions, reward, arithmetic, and that nothing is done twice.
+tests/test_tables.py tests its published tables."""
 import functools
 import shutil
-from pathlib import Path
 
 import pytest
 
-from common import logs as jsonl
-from common.intervals import accuracy_text, gain_text
 from common.logs import read, write
-from experiments.qwen import sums, sums_range
+from experiments.qwen import sums
 from tests.conftest import one_line
-
-RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results" / "qwen" / "sums"
-PAGE = (RESULTS / "table.md").read_text(encoding="utf-8")
 
 
 class TestQuestions:
@@ -48,65 +43,51 @@ def log(folder, **settings):
         {"step": 0, "settings": settings}, {"step": 1, "reward": 0.5, "seconds": 90}])
 
 
-def logs(folder, before, after, seed=0):
-    """Writes the logs of a run. before, after: {temperature: accuracy on 4 held-out questions}."""
-    log(folder, algorithm="gspo", seed=seed, eps_low=0.03)
-    for when, shares in (("before", before), ("after", after)):
-        rows = []
-        for temperature, share in shares.items():
-            for i in range(4):
-                row = {"temperature": temperature, "tokens": 9, "response": "5", "question": i}
-                rows.append(row | {"reward": float(i < 4 * share)})
-        write(folder / f"{when}.jsonl", rows)
-    return folder
-
-
 def contents(folder):
     """{path: bytes} of all files in the folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-BEFORE = {0.0: 0.25, 0.3: 0.5, 0.6: 0.25, 1.0: 0.0}
+class TestTable:
+    def run(self, before, after, sampled=(1, 1, 0, 0), **more):
+        """A run with 4 held-out questions. before, after: rewards with greedy decoding."""
+        def answers(rewards, temperature=0.0):
+            return [{"temperature": temperature, "question": i, "reward": float(reward)}
+                    for i, reward in enumerate(rewards)]
+
+        start = {"step": 0, "settings": {"algorithm": "gspo", "eps_low": 0.03}}
+        return {
+            "training/metrics": [start, {"step": 1, "seconds": 90}],
+            "before": answers(before) + answers([0, 0, 0, 0], 0.6),
+            "after": answers(after) + answers(sampled, 1.0),
+            **{name: answers(rewards) for name, rewards in more.items()},
+        }
+
+    def test_has_paired_differences_with_and_without_the_given_calculation(self):
+        run = self.run([1, 0, 0, 0], [1, 1, 1, 0], before_given=[1, 1, 0, 0],
+                       after_given=[1, 1, 1, 1])
+        cells = sums.line_of("a", run)
+        assert cells[0] == "a: gspo, 0.03"
+        assert cells[1].startswith("75.0%")
+        assert [cell.split(" ")[0] for cell in cells[2:5]] == ["+50.0", "+25.0", "+50.0"]
+        assert cells[5:] == ["50.0%", "2"]
+        cells = sums.line_of("a", self.run([1, 0, 0, 0], [1, 1, 1, 0]))
+        assert cells[3:5] == ["-", "-"]
+
+    def test_welch_s_interval(self):
+        """By hand: variances of the means 1/3 and 2/3, 4.9 degrees of freedom, t 2.776."""
+        assert sums.welch([0.01, 0.02, 0.03], [0.0, 0.02, 0.04, 0.02]) == "+0.0 ± 2.8"
+
+    def test_gspo_and_grpo_are_compared_seed_by_seed(self):
+        runs = {f"grpo_{i}": self.run([0] * 4, [1, 0, 0, 0]) for i in range(3)}
+        for i in range(6):
+            runs[f"gspo_wide_{i}"] = self.run([0] * 4, [1, i > 2, i > 1, 0], [1, i % 2, 0, 0])
+        line = sums.gspo_minus_grpo(runs).splitlines()[2]
+        assert line.startswith("| greedy | +8.3 ± 35.9 | 54.2% | 25.0% |")
 
 
-class TestShow:
-    def test_compares_with_the_pre_trained_model_at_its_best_temperature(self, tmp_path, capsys):
-        logs(tmp_path, BEFORE, {0.0: 0.75, 1.0: 0.5})
-        sums.main(["--show", str(tmp_path)])
-        text = capsys.readouterr().out
-        assert (tmp_path / "table.md").read_text().strip() == text.strip()
-        assert "after at 0.0 minus before at 0.0: +50.0%" in text
-        assert "after at 0.0 minus before at 0.3: +25.0%" in text
-        assert "after at 1.0 minus before at 1.0: +50.0%" in text
-        assert "after at 1.0 minus before at 0.3: +0.0%" in text
-        assert "after | greedy | 75.0%" in text
-        assert "1 rollouts, 2 minutes" in text
-        assert (tmp_path / "sums.png").stat().st_size > 5000
-
-    def test_of_several_runs_writes_only_a_picture_beside_them(self, tmp_path, capsys):
-        runs = [
-            logs(tmp_path / "gspo_0", BEFORE, {0.0: 0.75, 1.0: 0.5}),
-            logs(tmp_path / "gspo_1", BEFORE, {0.0: 1.0, 1.0: 0.0}, seed=1),
-            logs(tmp_path / "unfinished", BEFORE, {}, seed=2),
-        ]
-        before = contents(tmp_path)
-        sums.main(["--show", *map(str, runs)])
-        after = contents(tmp_path)
-        assert len(after.pop(tmp_path / "compared.png")) > 5000
-        assert after == before
-        lines = capsys.readouterr().out.strip().split("\n")
-        assert lines[-1] == "mean of 2 | gspo 0.03 | - | 25.0% | 87.5% | 25.0% | - | - | -"
-
-    def test_with_another_dataset_is_one_clear_line(self):
-        assert "makes its own questions" in one_line(sums.main, "--dataset", "my.jsonl")
-
-
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory):
-    """A folder with one folder of logs per published run."""
-    folder = tmp_path_factory.mktemp("logged")
-    jsonl.unpack(RESULTS / "logs.jsonl", folder)
-    return folder
+def test_another_dataset_is_refused_in_one_line():
+    assert "makes its own questions" in one_line(sums.main, "--dataset", "my.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +133,11 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
     sums.main(command)
     trained_model = str(tmp_path / "training" / "model")
     model = flags[1]
-    assert asked == [model, 0.0, 0.3, 0.6, model, 0.6, 1.0, trained_model, 0.0, 1.0]
+    assert asked == [model, 0.0, 0.3, 0.6, model, 0.6, 1.0, model, 0.0,
+                     trained_model, 0.0, 1.0, trained_model, 0.0]
     assert len(trained) == 2, "the run was resumed, and nothing was left to do"
     sums.main(command)
-    assert len(asked) == 10
+    assert len(asked) == 14
     assert len(trained) == 2
     assert trained[0].eps_low == 3e-2
     assert trained[0].max_steps == 1
@@ -170,7 +152,6 @@ class TestFolder:
             answers = read(run / f"{when}.jsonl")
             assert [row["temperature"] for row in answers] == [
                 temperature for temperature in temperatures for _ in range(256)]
-        assert (run / "table.md").exists()
 
     @pytest.mark.parametrize("name, value", [
         ("model", "another"), ("seed", "1"), ("algorithm", "grpo"), ("max_steps", "2")])
@@ -186,6 +167,7 @@ class TestFolder:
         sums.main([*flags, "--output_dir", str(tmp_path), "--seed", "1"])
         out = capsys.readouterr().out
         assert "after, temperature 1.0" in out and "before, temperature" not in out
+        assert "before_given, temperature" in out
         assert (tmp_path / "before.jsonl").read_bytes() == (run / "before.jsonl").read_bytes()
 
     @pytest.mark.parametrize("wrong", [
@@ -202,74 +184,3 @@ def test_grpo_keeps_its_own_range(tmp_path, monkeypatch, flags):
     monkeypatch.setattr(sums, "show", lambda folders: None)
     sums.main([*flags, "--output_dir", str(tmp_path), "--algorithm", "grpo"])
     assert seen[0].clip_range()[0] == 0.2
-
-
-def test_the_page_has_a_line_for_each_run(logged):
-    """The line has the greedy accuracy, its difference from the pre-trained model, without and with
-    the calculation given, and the sampled accuracy."""
-    names = [f"gspo_wide_{seed}" for seed in range(6)]
-    names += [f"{algorithm}_{seed}" for algorithm in ("grpo", "gspo") for seed in range(3)]
-    for name in names:
-        _, _, answers = sums.load_run(logged / name)
-        after = sums.correct(answers["after", 0.0])
-        sampled, *_ = accuracy_text(sums.correct(answers["after", 1.0])).split(" ")
-        figures = [accuracy_text(after), f"| {sampled} |"]
-        for before in answers["before", 0.0], read(logged / name / "before_given.jsonl"):
-            change, _ = gain_text(sums.correct(before), after).split(", p = ")
-            figures.append(change.replace("95%: ", "").replace("%", ""))
-        found = [line for line in PAGE.splitlines() if f"`{name}` |" in line]
-        for figure in figures:
-            assert figure in found[0]
-
-
-class TestRange:
-    @pytest.fixture
-    def trained(self, monkeypatch):
-        """The arguments with which train() is called."""
-        calls = []
-
-        def train(cfg, model, tokenizer, questions, held_out, reward):
-            calls.append((cfg, questions, held_out, reward))
-            start = {"settings": vars(cfg), "eval_reward": 0.25, "eval_reward_interval": (0.2, 0.3)}
-            step = {"reward": 0.5, "log_ratio_std": 0.1, "clip_fraction": 0.2, "seconds": 60}
-            return [start, step, start | step]
-
-        monkeypatch.setattr(sums.train_math, "load", lambda name, device: (name, None))
-        monkeypatch.setattr(sums.train_math, "train", train)
-        return calls
-
-    def call(self, monkeypatch, *argv):
-        monkeypatch.setattr("sys.argv", ["sums_range.py", *map(str, argv)])
-        sums_range.main()
-
-    def test_reported_questions_are_neither_trained_on_nor_asked(self, trained):
-        sums_range.run(("gspo", 3e-3, 4e-3, 1e-6), "MODEL", 3)
-        cfg, questions, held_out, reward = trained[0]
-        assert reward is sums.last_number_reward
-        assert cfg.output_dir is None
-        assert cfg.seed == 3
-        factors = [{frozenset(row["factors"]) for row in rows}
-                   for rows in (questions, held_out, sums.make_questions()[1])]
-        assert len(held_out) == cfg.eval_size == 256
-        assert sum(map(len, factors)) == len(set.union(*factors)), "no question is in two sets"
-
-    def test_a_variant_is_run_once(self, trained, tmp_path, monkeypatch):
-        self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
-        arms = [(cfg.algorithm, cfg.eps_low, cfg.eps_high, cfg.learning_rate)
-                for cfg, *_ in trained]
-        assert arms == list(sums_range.ARMS.values())
-        (tmp_path / "grpo_0.2.jsonl").unlink()
-        self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
-        assert len(trained) == len(arms) + 1
-        assert trained[-1][0].algorithm == "grpo"
-
-    def test_the_page_has_the_table_of_the_logs(self, logged):
-        assert sums_range.table(logged / "range") in PAGE
-
-    def test_of_another_model_or_seed_is_refused(self, trained, tmp_path, monkeypatch):
-        self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path)
-        before = contents(tmp_path)
-        for flag, value in ("--model", "ANOTHER"), ("--seed", "4"):
-            with pytest.raises(SystemExit, match="another --model or --seed"):
-                self.call(monkeypatch, "--model", "MODEL", "--output_dir", tmp_path, flag, value)
-        assert contents(tmp_path) == before

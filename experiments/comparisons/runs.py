@@ -2,13 +2,13 @@
 minute.
 
     python -m experiments.comparisons NAME         an experiment of settings.py; `all` for all
-    python -m experiments.comparisons.report all   tables and pictures again, without training
+    python -m experiments.tables --pictures        tables and pictures again, without training
 
 Every variant is trained by train_math.train from three starting models, which were trained before
-RL ("cold starts" in the code and the tables). The parts of train_math.py that a variant replaces
-(parts.py, successors.py) are passed to that function.
+RL ("cold starts" in the code and the tables). A variant is an entry of train_math.ALGORITHMS. The
+other parts of train_math.py that it replaces (parts.py) are passed to that function.
 
-Each run adds one line to results/comparisons/runs.jsonl. A run that is in this file is not
+Each run adds one line to results/comparisons/runs.jsonl.gz. A run that is in this file is not
 repeated. If the command is interrupted, run it again to continue. A variant that belongs to two
 experiments is run once. After a change of the settings or of a part, use --results FOLDER, because
 the old runs would otherwise be reused. The starting models are kept in runs/comparisons, and those
@@ -21,21 +21,29 @@ import multiprocessing
 import os
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tqdm import tqdm
 
 import train_math
-from common.logs import append, read
-from common.tiny_model import tiny_tokenizer
+from common.logs import append
+from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments.comparisons import parts, successors
-from experiments.comparisons.report import RESULTS, arms_of, clips_as_logged, comparable, report
+from experiments.comparisons.report import (
+    LOG,
+    RESULTS,
+    comparable,
+    read_runs,
+    report,
+    variants_of,
+)
 from experiments.comparisons.settings import (
     EXPERIMENTS,
     GSPO,
     NO_LOWER_BOUND,
+    RETIRED,
     TASKS,
     settings_of,
 )
@@ -66,7 +74,7 @@ def cold_start(task, cold):
     if not folder.exists():
         torch.set_num_threads(1)
         tokenizer = tiny_tokenizer()
-        model = TASKS[task].make(tokenizer, cold)
+        model = tiny_model(tokenizer, cold)
         TASKS[task].teach(model, tokenizer, cold)
         right = {t: accuracy(model, tokenizer, task, cold, temperature=t)
                  for t in (1.0, 0.6, 0.3, 0.0)}
@@ -84,87 +92,85 @@ def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
     torch.manual_seed(cold)
     questions = TASKS[task].questions(name, 256)
     cfg = settings_of(task)
-    if task == "two turns":
-        return parts.TwoTurns(tokenizer, False).right(model, questions, temperature, cfg)
     found = train_math.evaluate(
         model, tokenizer, questions, cfg, temperature, reward=parts.task_reward)
     return found["eval_reward"]
 
 
-def pieces_of(spec, model, tokenizer):
+def algorithm_of(spec):
+    """The entry of train_math.ALGORITHMS for this variant. Its ratio and its range are those of the
+    variant's own clip, so that clip_fraction is, too."""
+    algorithm = train_math.ALGORITHMS[spec["algorithm"]]
+    low, high = clip_range(spec)
+    if "loss" in spec:
+        _, gate, _, *how = spec["loss"]
+        ratio = "sequence" if gate == "one" else gate
+        algorithm = algorithm._replace(loss=parts.surrogate(*spec["loss"]), ratio=ratio)
+        if how[:1] == ["above"]:
+            low = 1.0
+        if how[:1] == ["below"]:
+            high = 1e9
+    if "noise" in spec:
+        algorithm = algorithm._replace(loss=parts.noisy_gate(spec["noise"]))
+    if "successor" in spec:
+        name = spec["successor"]
+        loss = fixed_range(getattr(successors, name + "_loss"), low, high)
+        ratio, low, high = successors.clip_of(name, low, high)
+        algorithm = algorithm._replace(loss=loss, ratio=ratio)
+        if name == "dr_grpo":
+            algorithm = algorithm._replace(advantages=successors.centred_advantages)
+    if "engine" in spec and spec["engine"][2:]:
+        token_loss = gspo_token_loss if spec["algorithm"] == GSPO else grpo_loss
+        algorithm = algorithm._replace(loss=parts.corrected(token_loss, spec["engine"][2]))
+    return algorithm._replace(eps_low=low, eps_high=high)
+
+
+def pieces_of(spec):
     """{name: function}: the functions that replace those of train_math.py in this variant."""
     pieces = {"reward": parts.task_reward}
-
-    def take(part, *names):
-        pieces.update((name, getattr(part, name)) for name in names)
-
-    if "loss" in spec:
-        pieces["loss"] = parts.surrogate(*spec["loss"])
-    if "noise" in spec:
-        pieces["loss"] = parts.noisy_gate(spec["noise"])
-    if "successor" in spec:
-        loss = getattr(successors, spec["successor"] + "_loss")
-        pieces["loss"] = loss if clips_as_logged(spec) else fixed_range(loss, spec["eps"])
-        if spec["successor"] == "dr_grpo":
-            pieces["group_advantages"] = successors.centred_advantages
-    if "advantages" in spec:
-        pieces["group_advantages"] = getattr(parts, spec["advantages"])
     if "autocast" in spec:
         pieces["response_log_probs"] = parts.bf16_log_probs
-    if "critic" in spec:
-        critic = parts.Critic(model, spec["critic"])
-        take(critic, "loss", "group_advantages", "response_log_probs")
-    if "step_rewards" in spec:
-        modulo = 10 if spec["task"] == "long" else None
-        credit = parts.StepAdvantages(tokenizer, modulo, both=spec["step_rewards"] == "both")
-        take(credit, "group_advantages", "build_minibatches")
-    if "turns" in spec:
-        turns = parts.TwoTurns(tokenizer, own=spec["turns"] == "own")
-        take(turns, "rollout", "reward", "group_advantages", "build_minibatches")
-    if "replay" in spec:
-        take(parts.RoutingReplay(model, spec["replay"]), "response_log_probs")
     if "engine" in spec:
         engine = parts.Engine(*spec["engine"])
-        take(engine, "rollout", "build_minibatches", "response_log_probs")
-        if engine.correction:
-            token_loss = gspo_token_loss if spec["algorithm"] == GSPO else grpo_loss
-            pieces["loss"] = partial(engine.loss, token_loss)
+        pieces["generate"] = engine.generate
+        pieces["build_minibatches"] = engine.build_minibatches
     return pieces
 
 
-def fixed_range(loss, eps):
+def fixed_range(loss, low, high):
     """The loss with its own two numbers, which gspo.py might not accept as a clip range."""
-    low, high = eps
-    if low == NO_LOWER_BOUND:
-        low = 1
-
-    def with_own_numbers(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, **more):
-        return loss(log_probs, old_log_probs, advantages, mask, low, high, **more)
+    def with_own_numbers(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, *more):
+        return loss(log_probs, old_log_probs, advantages, mask, low, high, *more)
 
     return with_own_numbers
 
 
 def clip_range(spec):
-    """(lower, upper) for train_math.py. None, its default, if the loss has its own two numbers."""
+    """(lower, upper): the two numbers of the variant's loss."""
     eps = spec["eps"]
-    if "successor" in spec and not clips_as_logged(spec):
-        return None, None
-    if eps == NO_LOWER_BOUND:
-        return 1.0, 1e9
-    return eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
+    low, high = eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
+    if low == NO_LOWER_BOUND:
+        low = 1.0
+        high = high if isinstance(eps, list) else 1e9
+    return low, high
+
+
+def clip_is_counted(spec):
+    """Whether clip_fraction counts what this variant clips: not if chance decides, or if the clip
+    range depends on the length."""
+    is_shuffled = any(spec.get("loss", [])[4:5])
+    return not is_shuffled and "noise" not in spec and "fspo" not in spec.get("successor", "")
 
 
 def train(spec, model, tokenizer, seed):
-    """Trains one variant. Returns its rows of metrics, and its RoutingReplay if it has one."""
-    names = "algorithm", "epochs", "minibatches", "learning_rate", "max_steps"
+    """Trains one variant. Returns its rows of metrics."""
+    names = "epochs", "minibatches", "learning_rate", "max_steps"
     own = {name: spec[name] for name in names if name in spec}
-    low, high = clip_range(spec)
-    cfg = replace(settings_of(spec["task"]), **own, seed=seed, eps_low=low, eps_high=high)
-    questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
-    pieces = pieces_of(spec, model, tokenizer)
-    rows = train_math.train(cfg, model, tokenizer, questions, **pieces)
-    replay = pieces["response_log_probs"].__self__ if "replay" in spec else None
-    return rows[1:], replay
+    with mock.patch.dict(train_math.ALGORITHMS, {"variant": algorithm_of(spec)}):
+        cfg = replace(settings_of(spec["task"]), **own, seed=seed, algorithm="variant")
+        questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
+        rows = train_math.train(cfg, model, tokenizer, questions, **pieces_of(spec))
+    return rows[1:]
 
 
 def run(spec, cold, seed):
@@ -172,13 +178,13 @@ def run(spec, cold, seed):
     torch.set_num_threads(1)
     task = spec["task"]
     start = cold_start(task, cold)
-    row = {"arm": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start}
+    row = {"variant": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start}
     model, tokenizer = train_math.load(cold_folder(task, cold), "cpu")
     try:
         if "first" in spec:
             train(spec["first"], model, tokenizer, seed)
             row["start"] = accuracy(model, tokenizer, task, cold)
-        steps, replay = train(spec, model, tokenizer, seed + 50 * ("first" in spec))
+        steps = train(spec, model, tokenizer, seed + 50 * ("first" in spec))
     except FloatingPointError as problem:  # it diverged, which counts as an accuracy of 0
         return {**row, "accuracy": 0.0, "probe": 0.0, "greedy": 0.0, "problem": str(problem)}
     row["accuracy"] = accuracy(model, tokenizer, task, cold)
@@ -186,10 +192,8 @@ def run(spec, cold, seed):
     row["greedy"] = accuracy(model, tokenizer, task, cold, temperature=0.0)
     for name in KEPT:
         row[name] = [four_digits(step[name]) for step in steps]
-    if not clips_as_logged(spec):
-        del row["clip_fraction"]  # it is computed for a clip that this variant does not have
-    if replay:
-        row["experts_changed"] = [four_digits(x) for x in replay.changed if x > 0]
+    if not clip_is_counted(spec):
+        del row["clip_fraction"]
     return row
 
 
@@ -200,11 +204,11 @@ def four_digits(x):
 # ---- all runs of an experiment -------------------------------------------------------------------
 
 
-def missing(arms, colds, seeds, path):
+def missing(variants, colds, seeds, path):
     """The arguments of run() for the runs that are not in the logs yet."""
-    there = [(row["arm"], row["cold"], row["seed"]) for row in read(path)]
+    there = [(row["variant"], row["cold"], row["seed"]) for row in read_runs(path)]
     wanted = []
-    for k, cold, spec in itertools.product(range(seeds), range(colds), arms):
+    for k, cold, spec in itertools.product(range(seeds), range(colds), variants):
         job = spec, cold, 100 * cold + k
         if job not in there + wanted:
             wanted.append(job)
@@ -216,10 +220,10 @@ def call(job):
     return function(*arguments)
 
 
-def run_all(arms, colds, seeds, jobs, path):
+def run_all(variants, colds, seeds, jobs, path):
     """Makes the missing starting models and runs, in `jobs` processes. Returns the rows of these
     variants, from those seeds that every variant has."""
-    wanted = missing(arms, colds, seeds, path)
+    wanted = missing(variants, colds, seeds, path)
     if wanted:
         starts = sorted({(spec["task"], cold) for spec, cold, _ in wanted})
         starts = [(cold_start, *start) for start in starts]
@@ -234,13 +238,14 @@ def run_all(arms, colds, seeds, jobs, path):
                 append(path, row)
             pool.close()
             pool.join()
-    return comparable(arms, read(path))
+    return comparable(variants, read_runs(path))
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m experiments.comparisons",
                                      description=__doc__.split("\n\n")[0])
-    parser.add_argument("name", choices=[*EXPERIMENTS, "all"], help="the experiment")
+    names = [name for name in EXPERIMENTS if name not in RETIRED]
+    parser.add_argument("name", choices=[*names, "all"], help="the experiment")
     parser.add_argument("--colds", type=int, default=3, help="number of starting models")
     parser.add_argument("--seeds", type=int, default=1, help="number of runs per starting model")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
@@ -252,6 +257,6 @@ def main():
         parser.error("--colds, --seeds and --jobs must be at least 1")
     for folder in (args.results, COLD):
         folder.mkdir(parents=True, exist_ok=True)
-    for name in EXPERIMENTS if args.name == "all" else [args.name]:
-        run_all(arms_of(name), args.colds, args.seeds, args.jobs, args.results / "runs.jsonl")
+    for name in names if args.name == "all" else [args.name]:
+        run_all(variants_of(name), args.colds, args.seeds, args.jobs, args.results / LOG)
         report(name, args.results)

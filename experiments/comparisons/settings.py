@@ -1,7 +1,7 @@
 """The experiments that runs.py makes: the tasks, and the variants of GSPO that are compared.
 
 An experiment is a dictionary {panel: {label: variant}}. A panel is a part of its table and picture.
-A variant, which the code and the logs call an arm, is a dictionary of its settings:
+A variant is a dictionary of its settings:
 
     task        a key of TASKS
     algorithm   of train_math.py
@@ -10,16 +10,17 @@ A variant, which the code and the logs call an arm, is a dictionary of its setti
     loss        the arguments of parts.surrogate
     successor   a loss of successors.py
     first       a variant that is trained before this one
-    advantages, autocast, critic, engine, noise, replay, step_rewards, turns
+    autocast, engine, noise
                 functions and classes of parts.py, which runs.pieces_of selects
 
-The labels are printed in the published tables.
+The labels are printed in the published tables. The code of the experiments in RETIRED was deleted
+after their runs. It is in commit 5a42b2b. Their runs stay in the log, and their tables are made
+from it.
 """
 from collections import namedtuple
 from functools import partial
 
 import train_math
-from common.tiny_model import tiny_model
 from experiments.comparisons import parts
 
 # ---- the tasks -----------------------------------------------------------------------------------
@@ -28,38 +29,32 @@ COMMON = dict(output_dir=None, device="cpu", instruction="", prompts_per_step=16
               minibatches=4, rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
 CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
 
-# make(tokenizer, seed) returns a model with random weights. teach(model, tokenizer, seed) trains it
-# before RL, and the result is a starting model. questions(seed, n)
-# returns questions, also for the seeds "held out" and "probe". settings: the settings of
-# train_math.py that differ from COMMON.
-Task = namedtuple("Task", "make teach questions settings")
+# teach(model, tokenizer, seed) trains a model with random weights before RL, and the result is a
+# starting model. questions(seed, n) returns questions, also for the seeds "held out" and "probe".
+# settings: the settings of train_math.py that differ from COMMON.
+Task = namedtuple("Task", "teach questions settings")
 
 
-def chains(least=20, most=32, make=tiny_model, questions=parts.long_questions, **taught):
+def chains(least=20, most=32, **taught):
     """A task with chains of `least` to `most` sums of 6 tokens."""
     return Task(
-        make,
         partial(parts.long_cold_start, least=least, most=most, **taught),
-        partial(questions, least=least, most=most),
+        partial(parts.long_questions, least=least, most=most),
         dict(max_completion_length=6 * most + 18, learning_rate=3e-4),
     )
 
 
 TASKS = {
     "long": chains(),
-    "long_moe": chains(make=parts.moe),
     "unfinished": chains(sloppy=False),
     "unfinished, 60 tokens": chains(*CHAINS[60], sloppy=False),
-    "two turns": chains(*CHAINS[60], questions=parts.two_turn_questions, turns=2),
     "short": Task(
-        tiny_model,
         parts.short_cold_start,
         parts.short_questions,
         dict(max_completion_length=40, learning_rate=8e-5),
     ),
     # The lesson's small world: lesson/tiny.py makes its models.
     "world": Task(
-        None,
         None,
         parts.world_questions,
         dict(max_completion_length=108, learning_rate=3e-4, group_size=16, minibatches=8,
@@ -76,26 +71,29 @@ NO_LOWER_BOUND = 0.99  # how the logs write it; gspo.py gets 1 instead
 EARLY = {GSPO: 0.003, GRPO: 0.1}  # ranges that were chosen on the reported questions
 
 
-def arm(algorithm, eps, task="long", epochs=4, **pieces):
+def variant(algorithm, eps, task="long", epochs=4, **pieces):
     """A variant. eps is the lower clip range; the upper one is 4/3 of it, as in GSPO's paper."""
     return {"task": task, "algorithm": algorithm, "eps": eps, "epochs": epochs, **pieces}
 
 
 def no_gate(weight, *how, **more):
     """A variant without a clip: the ratio that decides about clipping is always 1."""
-    return arm(GSPO, NO_LOWER_BOUND, loss=[weight, "one", None, *how], **more)
+    return variant(GSPO, NO_LOWER_BOUND, loss=[weight, "one", None, *how], **more)
 
 
 NO_GATE = no_gate("one")
 
 
 def both(gspo, grpo, label="", **more):
-    return {f"GSPO{label}": arm(GSPO, gspo, **more), f"GRPO{label}": arm(GRPO, grpo, **more)}
+    return {
+        f"GSPO{label}": variant(GSPO, gspo, **more),
+        f"GRPO{label}": variant(GRPO, grpo, **more),
+    }
 
 
 def ranges(algorithm, values, label="", **more):
     """A variant for each clip range."""
-    return {f"{label}{eps:g}": arm(algorithm, eps, **more) for eps in values}
+    return {f"{label}{eps:g}": variant(algorithm, eps, **more) for eps in values}
 
 
 def ranges_of_both(gspo, grpo, **more):
@@ -103,7 +101,7 @@ def ranges_of_both(gspo, grpo, **more):
 
 
 def factorial(sequence, token, **more):
-    """All combinations of a gate and a weight. The metrics are those of the arm's algorithm."""
+    """All combinations of a gate and a weight. The metrics are those of its algorithm."""
     gates = {"sequence": (GSPO, sequence), "token": (GRPO, token), "one": (GSPO, NO_LOWER_BOUND)}
     weights = {
         "s": ("sequence", None),
@@ -111,25 +109,25 @@ def factorial(sequence, token, **more):
         "token, at most 2": ("token", 2),
         "token": ("token", None),
     }
-    arms = {}
+    variants = {}
     for gate, (algorithm, eps) in gates.items():
         for shown, (weight, cap) in weights.items():
             label = f"{gate} clipping rule, weight {shown}".replace("one clipping rule", "no clip")
             if weight == gate != "one" and not cap:
-                arms[f"{label} ({algorithm.upper()})"] = arm(algorithm, eps, **more)
+                variants[f"{label} ({algorithm.upper()})"] = variant(algorithm, eps, **more)
             else:
-                arms[label] = arm(algorithm, eps, loss=[weight, gate, cap], **more)
-    return arms
+                variants[label] = variant(algorithm, eps, loss=[weight, gate, cap], **more)
+    return variants
 
 
 def gate(eps, **more):
     """Variants of GSPO that clip on one side only, and variants that clip as many responses of each
     minibatch as GSPO would, but at random."""
     def dropped(*how):
-        return arm(GSPO, eps, loss=["sequence", "sequence", None, *how], **more)
+        return variant(GSPO, eps, loss=["sequence", "sequence", None, *how], **more)
 
     return {
-        "what GSPO drops": arm(GSPO, eps, **more),
+        "what GSPO drops": variant(GSPO, eps, **more),
         "only those of A < 0": dropped("below"),
         "only those of A > 0": dropped("above"),
         "as many of each sign of A, at random": dropped("both", "sign"),
@@ -140,22 +138,24 @@ def gate(eps, **more):
 
 def pushed_down(spec, ratio, *shares):
     """A variant, and the same variant with smaller factors for A < 0."""
-    arms = {"A < 0 times 1": spec}
+    variants = {"A < 0 times 1": spec}
     for x in shares:
-        arms[f"A < 0 times {x:g}"] = spec | {"loss": [ratio, ratio, None, "both", None, x]}
-    return arms
+        variants[f"A < 0 times {x:g}"] = spec | {"loss": [ratio, ratio, None, "both", None, x]}
+    return variants
 
 
 def without_gate_pushed_down(**more):
-    return {"GSPO, with its clip": arm(GSPO, 0.003, **more)} | pushed_down(
+    return {"GSPO, with its clip": variant(GSPO, 0.003, **more)} | pushed_down(
         no_gate("one", **more), "one", 0.5, 0.36, 0.25, 0)
 
 
 def opening(gspo, grpo, **more):
     """The variants in the first picture of experiments/README.md."""
+    weight_1 = ["one", "sequence", None]
+    weight_s = ["sequence", "token", None]
     return both(gspo, grpo, **more) | {
-        "GSPO's clipping rule, weight 1": arm(GSPO, gspo, loss=["one", "sequence", None], **more),
-        "GRPO's clipping rule, weight s": arm(GRPO, grpo, loss=["sequence", "token", None], **more),
+        "GSPO's clipping rule, weight 1": variant(GSPO, gspo, loss=weight_1, **more),
+        "GRPO's clipping rule, weight s": variant(GRPO, grpo, loss=weight_s, **more),
         "no clip, weight 1": no_gate("one", **more),
         "no clip, A < 0 dropped": no_gate("one", "both", None, 0, **more),
     }
@@ -163,7 +163,7 @@ def opening(gspo, grpo, **more):
 
 def after(name, eps, **more):
     """A successor of GSPO. eps holds the two numbers of its loss, which successors.py explains."""
-    return arm(GSPO, eps, successor=name, **more)
+    return variant(GSPO, eps, successor=name, **more)
 
 
 SUCCESSORS = {  # first: the paper's numbers or, if it has none, those of an implementation
@@ -178,15 +178,15 @@ SUCCESSORS = {  # first: the paper's numbers or, if it has none, those of an imp
 
 
 def all_after(gspo, grpo, **more):
-    arms = both(gspo, grpo, **more)
+    variants = both(gspo, grpo, **more)
     for name, (eps, *_) in SUCCESSORS.items():
-        arms[name.upper().replace("DR_", "Dr. ")] = after(name, eps, **more)
-    return arms
+        variants[name.upper().replace("DR_", "Dr. ")] = after(name, eps, **more)
+    return variants
 
 
 def gate_or_later(**more):
     return {
-        "GSPO": arm(GSPO, 0.003, **more),
+        "GSPO": variant(GSPO, 0.003, **more),
         "no clip": no_gate("one", **more),
         "SAPO": after("sapo", [1.05, 1.0], **more),
         "CISPO": after("cispo", [1, 5.0], **more),
@@ -194,18 +194,18 @@ def gate_or_later(**more):
 
 
 def noisy(**more):
-    arms = {"0": arm(GSPO, 0.003, **more)}
+    variants = {"0": variant(GSPO, 0.003, **more)}
     for deviation in (0.003, 0.01, 0.03, 0.1, 0.3, 1):
-        arms[f"{deviation:g}"] = arm(GSPO, 0.003, noise=deviation, **more)
-    return arms
+        variants[f"{deviation:g}"] = variant(GSPO, 0.003, noise=deviation, **more)
+    return variants
 
 
 def credit(eps, **more):
     return {
-        "GSPO, one reward": arm(GSPO, eps, **more),
-        "GSPO-token, one reward": arm("gspo_token", eps, **more),
-        "GSPO-token, each step its own": arm("gspo_token", eps, step_rewards="own", **more),
-        "GSPO-token, own + one reward": arm("gspo_token", eps, step_rewards="both", **more),
+        "GSPO, one reward": variant(GSPO, eps, **more),
+        "GSPO-token, one reward": variant("gspo_token", eps, **more),
+        "GSPO-token, each step its own": variant("gspo_token", eps, step_rewards="own", **more),
+        "GSPO-token, own + one reward": variant("gspo_token", eps, step_rewards="both", **more),
     }
 
 
@@ -215,17 +215,19 @@ def engine(kind):
         **both(**EARLY),
         **both(**EARLY, label=", recomputed", engine=[kind, False]),
         **both(**EARLY, label=", the engine's", engine=[kind, True]),
-        "GSPO at 3e-4, the engine's": arm(GSPO, 3e-4, engine=[kind, True]),
+        "GSPO at 3e-4, the engine's": variant(GSPO, 3e-4, engine=[kind, True]),
     }
 
 
 def corrected(algorithm, kind, *ways):
-    arms = {"recomputed": arm(algorithm, EARLY[algorithm], engine=[kind, False])}
+    variants = {"recomputed": variant(algorithm, EARLY[algorithm], engine=[kind, False])}
     for way in ways:
-        arms[f"recomputed {way}"] = arm(algorithm, EARLY[algorithm], engine=[kind, False, way])
-    return arms
+        own = variant(algorithm, EARLY[algorithm], engine=[kind, False, way])
+        variants[f"recomputed {way}"] = own
+    return variants
 
 
+RETIRED = "advantages", "credit", "critic", "moe", "turns"
 WORLD = {32: {"epochs": 4}, 4: {"epochs": 1, "minibatches": 4}}  # updates a rollout
 EXPERIMENTS = {
     "clip_range": {
@@ -255,9 +257,9 @@ EXPERIMENTS = {
     "negatives": {
         "no clip, weight 1": without_gate_pushed_down(),
         "no clip, weight 1, 1 epoch": without_gate_pushed_down(epochs=1),
-        "GRPO's clipping rule and weight": pushed_down(arm(GRPO, 0.1), "token", 0.25, 0),
+        "GRPO's clipping rule and weight": pushed_down(variant(GRPO, 0.1), "token", 0.25, 0),
         "GRPO's clipping rule and weight, 1 epoch": pushed_down(
-            arm(GRPO, 0.1, epochs=1), "token", 0.25, 0),
+            variant(GRPO, 0.1, epochs=1), "token", 0.25, 0),
     },
     "successors_range": {
         name: {str(eps): after(name, eps) for eps in values}
@@ -270,7 +272,7 @@ EXPERIMENTS = {
     },
     "norm": {
         "long responses, 4 epochs": {
-            "GSPO": arm(GSPO, [2e-3, 2.5e-3]),
+            "GSPO": variant(GSPO, [2e-3, 2.5e-3]),
             "GSPO times 200": after("gspo_200", [2e-3, 2.5e-3]),
             "LUSPO": after("luspo", [2e-3, 2.5e-3]),
             "LUSPO over 200": after("luspo_200", [2e-3, 2.5e-3]),
@@ -311,7 +313,7 @@ EXPERIMENTS = {
         "1 epoch, noise on log s in the clipping rule": noisy(epochs=1),
         "training forward in bf16": {
             **both(**EARLY, autocast=True),
-            "GSPO at 3e-4": arm(GSPO, 3e-4, autocast=True),
+            "GSPO at 3e-4": variant(GSPO, 3e-4, autocast=True),
         },
     },
     "length": {
@@ -331,7 +333,7 @@ EXPERIMENTS = {
     },
     "collapse": {
         "from a policy that a run without a clip has ruined": both(**EARLY, first=NO_GATE),
-        "from GSPO's policy": {"no clip": no_gate("one", first=arm(GSPO, 0.003))},
+        "from GSPO's policy": {"no clip": no_gate("one", first=variant(GSPO, 0.003))},
     },
     "corrected": {
         "GSPO, 8-bit weights": corrected(GSPO, "float8", "tis"),
@@ -346,6 +348,9 @@ EXPERIMENTS = {
         "1 epoch, the papers' ranges": both(3e-4, 0.2, epochs=1),
         "1 epoch, early ranges": both(**EARLY, epochs=1),
     },
+    "range_few": {  # the best range on other questions, and the paper's
+        "GSPO, 1 epoch": ranges(GSPO, (3e-4, 0.003, 0.01), epochs=1),
+    },
     "learning_rate": {
         "learning rate 1e-4": both(**EARLY, learning_rate=1e-4),
         "3e-4": both(**EARLY),
@@ -357,15 +362,15 @@ EXPERIMENTS = {
     "critic": {
         "": {
             **both(**EARLY),
-            "PPO, critic, GAE 1": arm(GRPO, 0.1, critic=1),
-            "PPO, critic, GAE 0.95": arm(GRPO, 0.1, critic=0.95),
+            "PPO, critic, GAE 1": variant(GRPO, 0.1, critic=1),
+            "PPO, critic, GAE 0.95": variant(GRPO, 0.1, critic=0.95),
         },
     },
     "advantages": {
         "": {
             **both(**EARLY),
-            "reward-weighted regression": arm(GSPO, 0.003, advantages="softmax_advantages"),
-            "best of n": arm(GSPO, 0.003, advantages="best_of_n_advantages"),
+            "reward-weighted regression": variant(GSPO, 0.003, advantages="softmax_advantages"),
+            "best of n": variant(GSPO, 0.003, advantages="best_of_n_advantages"),
         },
     },
     "credit": {
@@ -374,10 +379,10 @@ EXPERIMENTS = {
     },
     "turns": {
         "": {
-            "GSPO, one reward": arm(GSPO, 0.003, "two turns", turns="one"),
-            "GSPO-token, each turn its own": arm("gspo_token", 0.003, "two turns", turns="own"),
-            "GRPO, one reward": arm(GRPO, 0.1, "two turns", turns="one"),
-            "GRPO, each turn its own": arm(GRPO, 0.1, "two turns", turns="own"),
+            "GSPO, one reward": variant(GSPO, 0.003, "two turns", turns="one"),
+            "GSPO-token, each turn its own": variant("gspo_token", 0.003, "two turns", turns="own"),
+            "GRPO, one reward": variant(GRPO, 0.1, "two turns", turns="one"),
+            "GRPO, each turn its own": variant(GRPO, 0.1, "two turns", turns="own"),
         },
     },
     "moe": {

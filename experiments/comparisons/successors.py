@@ -4,6 +4,8 @@ Each docstring says what eps_low and eps_high mean. The values of the papers are
 settings.SUCCESSORS. The formulas are those of public implementations (TRL, verl, SkyRL). Only
 the abstracts of the papers were read. Numbers such as 2511.20347 are those of arXiv.
 """
+import math
+
 import torch
 
 from gspo import _log_ratio, _loss, _token_mean, clipped_objective, gspo_loss
@@ -117,6 +119,17 @@ def scaled(loss, times=1, over=1):
 gspo_200_loss = scaled(gspo_loss, times=200)
 luspo_200_loss = scaled(luspo_loss, over=200)
 fspo_200_loss = scaled(fspo_loss, over=200)
+
+
+def clip_of(name, low, high):
+    """(ratio, eps_low, eps_high): what the loss with these two numbers clips, for clip_fraction.
+
+    SAPO and CISPO clip nothing. FSPO's range depends on the length, so it cannot be given here."""
+    if name in ("sapo", "cispo", "fspo", "fspo_200"):
+        return "token", 1.0, 1e9
+    if name == "gmpo":
+        return "token", 1 - math.exp(-low), math.exp(high) - 1
+    return "token" if name in ("dapo", "dr_grpo") else "sequence", low, high
 
 
 def _token_sum(x, mask):

@@ -19,18 +19,15 @@ everything is measured on weights that were moved "off the grid", by up to half 
 next bfloat16 number. The optimizer step is also measured on the weights "as published".
 
 TF32 needs a GPU. On a CPU it is emulated: the inputs and weights of the linear layers (but not of
-the attention) are rounded to 10 bits, and the products are summed in float32. float16 is slow on a
-CPU, which says nothing about GPUs. `--device cuda` uses the real TF32 and wall-clock times. It has
-never run on a GPU. The measured values, table.md and rounding.png are written to
-results/precision/rounding/, or to --output_dir.
+the attention) are rounded to 10 bits, and the products are summed in float32. The measured values
+(rounding.jsonl), rounding.md and rounding.png are written to results/precision/, or to
+--output_dir.
 """
 import argparse
 import contextlib
 import copy
 import itertools
-import json
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -39,10 +36,11 @@ import torch
 from tqdm import tqdm
 
 import train_math
-from experiments.qwen.gsm8k import INSTRUCTION
+from common.logs import read, write
 from gspo import group_advantages, gspo_loss
 
-RESULTS = Path(__file__).parents[1] / "results" / "precision" / "rounding"
+RESULTS = Path(__file__).parents[1] / "results" / "precision"
+INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
 LENGTHS = 32, 128, 512
 PROMPTS, GROUP, LOW, HIGH = 4, 4, 3e-4, 4e-4
 STARTS = "off the grid", "as published"
@@ -52,15 +50,6 @@ def tf32(x):
     """x rounded to TF32's 10 bits of mantissa, with x's gradient."""
     rounded = ((x.detach().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
     return x + (rounded - x).detach()
-
-
-@contextlib.contextmanager
-def real_tf32():
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def tf32_linear(layer, x):
@@ -77,29 +66,18 @@ def emulated_tf32():
         torch.nn.Linear.forward = forward
 
 
-def settings(device):
-    """{name: (the weights' dtype, a context)}"""
-    def autocast(dtype):  # no cache, because it would keep the weights from before the step
-        return lambda: torch.autocast(torch.device(device).type, dtype, cache_enabled=False)
-
-    as_it_is = contextlib.nullcontext
-    tf32 = {"TF32, emulated": (torch.float32, emulated_tf32)}
-    if "cuda" in device:
-        tf32 = {"TF32": (torch.float32, real_tf32)}
-    return {"float32": (torch.float32, as_it_is), **tf32,
-            "bf16 autocast": (torch.float32, autocast(torch.bfloat16)),
-            "bf16 weights": (torch.bfloat16, as_it_is),
-            "float16 autocast": (torch.float32, autocast(torch.float16))}
+def autocast(dtype):
+    """A context without a cache, which would keep the weights from before the step."""
+    return lambda: torch.autocast("cpu", dtype, cache_enabled=False)
 
 
-def seconds(device):
-    """The time now: CPU seconds of this process, or wall-clock seconds once a GPU has finished."""
-    if "cuda" not in device:
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
+SETTINGS = {  # name: (the weights' dtype, a context)
+    "float32": (torch.float32, contextlib.nullcontext),
+    "TF32, emulated": (torch.float32, emulated_tf32),
+    "bf16 autocast": (torch.float32, autocast(torch.bfloat16)),
+    "bf16 weights": (torch.bfloat16, contextlib.nullcontext),
+    "float16 autocast": (torch.float32, autocast(torch.float16)),
+}
 LOOKS = [  # of the settings in the picture
     {"color": "#666666", "marker": "D", "linestyle": "-"},
     {"color": "#009E73", "marker": "v", "linestyle": "--"},
@@ -107,10 +85,6 @@ LOOKS = [  # of the settings in the picture
     {"color": "#882255", "marker": "P", "linestyle": "-"},
     {"color": "#AA9900", "marker": "^", "linestyle": ":"},
 ]
-
-
-def file_name(setting):
-    return setting.replace(", ", "_").replace(" ", "_") + ".json"
 
 
 def log_probs(model, batch):
@@ -173,13 +147,11 @@ def float32_step(model, start, minibatch, cfg):
 
 
 def measure_length(model, n, sampled, starts, moved, build, cfg):
-    """{name of a measurement: log s of each response} for responses of n tokens, and the seconds of
-    the forward."""
+    """{name of a measurement: log s of each response} for responses of n tokens."""
     minibatches = build(n, cfg.micro_batch_tokens)
+    found = {}
     with torch.no_grad():
-        began = seconds(cfg.device)
         old = forward(model, minibatches)
-        found = {"seconds": seconds(cfg.device) - began}
     again = forward(model, minibatches[:1])  # with a graph for the gradient
     found["again"] = log_s({row: values.detach() for row, values in again.items()}, old)
     with torch.no_grad():
@@ -199,15 +171,10 @@ def measure_length(model, n, sampled, starts, moved, build, cfg):
 
 
 def measure(model, prompts, responses, starts, moved, build, cfg):
-    """{length: {name of a measurement: log s of each response}} in one setting, with the seconds of
-    its forward."""
+    """{length: {name of a measurement: log s of each response}} in one setting."""
     set_parameters(model, starts[STARTS[0]])
     sampled = decode(model, prompts, responses)
-    found = {n: measure_length(model, n, sampled, starts, moved, build, cfg) for n in LENGTHS}
-    began = seconds(cfg.device)
-    for batch in build(min(LENGTHS), cfg.micro_batch_tokens)[0]:
-        log_probs(model, batch).sum().backward()
-    return found | {"seconds with backward": seconds(cfg.device) - began}
+    return {n: measure_length(model, n, sampled, starts, moved, build, cfg) for n in LENGTHS}
 
 
 def outside(values):
@@ -227,24 +194,18 @@ def cell(values):
 
 
 def table(found):
-    """Markdown: standard deviations of log s with the fraction of responses outside the clip range,
-    and times relative to float32."""
-    lines = ["| setting | tokens | sampler against forward | 64 more pad columns | micro-batches "
+    """Markdown: standard deviations of log s, with the fraction of responses outside of GSPO's clip
+    range."""
+    lines = ["| setting, tokens | sampler against forward | 64 more pad columns | micro-batches "
              "of 3 rows | same micro-batch, max | after one step | apart from float32's | the step "
-             "on published weights | time, forward | with backward |", "|" + "---|" * 11]
+             "on published weights |", "|" + "---|" * 8]
     for name in found:
         for n in map(str, LENGTHS):
             own = found[name][n]
             apart = "reference" if name == "float32" else f"{rounding(found, name, n):.1e}"
-            times = ["-", "-"]
-            if "emulated" not in name:
-                times[0] = f"{own['seconds'] / found['float32'][n]['seconds']:.2f}"
-            if "emulated" not in name and n == str(min(LENGTHS)):
-                key = "seconds with backward"
-                times[1] = f"{found[name][key] / found['float32'][key]:.2f}"
-            cells = [name, n, cell(own["decode"]), cell(own["padding"]), cell(own["rows"]),
+            cells = [f"{name}, {n}", cell(own["decode"]), cell(own["padding"]), cell(own["rows"]),
                      f"{max(map(abs, own['again'])):.1g}", cell(own[STARTS[0]]), apart,
-                     cell(own[STARTS[1]]), *times]
+                     cell(own[STARTS[1]])]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -283,24 +244,6 @@ def draw(found, path):
     plt.close(figure)
 
 
-def arguments():
-    """(the parsed command line, {name: setting})."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gsm8k", type=Path, required=True,
-                        help="the folder with GSM8K's train.jsonl")
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct",
-                        help="hub id or folder")
-    parser.add_argument("--settings", nargs="+", help="only these settings (default: all five)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--output_dir", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    known = settings(args.device)
-    unknown = set(args.settings or []) - set(known)
-    if unknown:
-        parser.error(f"--settings: unknown: {', '.join(unknown)}. Known: {', '.join(known)}")
-    return args, known
-
-
 def minibatches_of(prompts, responses, advantages, cfg):
     """build(n, micro_batch_tokens): minibatches of the responses' first n tokens, in micro-batches
     of 3 rows if micro_batch_tokens is None."""
@@ -315,29 +258,35 @@ def minibatches_of(prompts, responses, advantages, cfg):
     return build
 
 
-def logged(folder, device="cpu"):
-    """{setting: its measurements}, for those settings that have a log."""
-    paths = {name: folder / file_name(name) for name in settings(device)}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+def logged(folder):
+    """{setting: its measurements}, in the order of the log."""
+    rows = read(folder / "rounding.jsonl")
+    return {row.pop("setting"): row for row in rows}
 
 
-def report(folder, device):
-    """Writes table.md and the picture from the logs that exist."""
-    found = logged(folder, device)
+def report(folder):
+    """Writes rounding.md and the picture from the log."""
+    found = logged(folder)
     if "float32" in found:
-        (folder / "table.md").write_text(table(found))
+        (folder / "rounding.md").write_text(table(found))
         draw(found, folder / "rounding.png")
         print(table(found))
 
 
 def main():
-    args, known = arguments()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gsm8k", type=Path, required=True,
+                        help="the folder with GSM8K's train.jsonl")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct",
+                        help="hub id or folder")
+    parser.add_argument("--output_dir", type=Path, default=RESULTS)
+    args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    cfg = train_math.Settings(device=args.device, minibatches=4, group_size=GROUP,
+    cfg = train_math.Settings(device="cpu", minibatches=4, group_size=GROUP,
                               micro_batch_tokens=4096, instruction=INSTRUCTION,
                               dataset=str(args.gsm8k / "train.jsonl"))
     questions = train_math.load_questions(cfg)[0][:PROMPTS]
-    model, tokenizer = train_math.load(args.model, args.device)
+    model, tokenizer = train_math.load(args.model, cfg.device)
     prompts = train_math.encode_prompts(tokenizer, questions, cfg)
     torch.manual_seed(0)
     advantages = group_advantages(torch.rand(PROMPTS * GROUP), GROUP)
@@ -352,13 +301,14 @@ def main():
     for start, n in tqdm(list(itertools.product(STARTS, LENGTHS))):
         minibatch = build(n, cfg.micro_batch_tokens)[0]
         moved[start, n] = float32_step(model, starts[start], minibatch, cfg)
-    for name in tqdm(args.settings or known):
-        dtype, setting = known[name]
+    rows = []
+    for name, (dtype, setting) in tqdm(SETTINGS.items()):
         with setting():
             found = measure(copy.deepcopy(model).to(dtype), prompts, responses, starts, moved,
                             build, cfg)
-        (args.output_dir / file_name(name)).write_text(json.dumps(found))
-    report(args.output_dir, args.device)
+        rows.append({"setting": name, **found})
+    write(args.output_dir / "rounding.jsonl", rows)
+    report(args.output_dir)
 
 
 if __name__ == "__main__":

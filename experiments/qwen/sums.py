@@ -3,42 +3,48 @@
     python -m experiments.qwen.sums                         Qwen2.5-0.5B-Instruct, from the hub
     python -m experiments.qwen.sums --seed 1 --output_dir runs/sums_1
                                                             or any other flag of train_math.py
-    python -m experiments.qwen.sums --show FOLDER           table and picture of a run from its logs
-    python -m experiments.qwen.sums --show FOLDER FOLDER    several runs in one table and picture
+    python -m experiments.qwen.sums --show FOLDER ...       the table of some runs, from their logs
 
 The questions are products in words, which the model answers in one line. The reward is 1 if the
 last number of a response is correct. The training loop is train_math.main(). Afterwards, the
 pre-trained model and the trained model answer 256 held-out questions, whose products are in no
 training question. They answer with greedy decoding, and sampled at temperature 1 as in training.
 
-Training also makes a model more confident. A lower temperature does the same without any training.
-Therefore the pre-trained model is also asked at two temperatures in between, and its best
-temperature is the one that the trained model is compared with.
+Two other explanations of a gain are measured, too. Training makes a model more confident, and a
+lower temperature does the same without training. Therefore the pre-trained model is also asked at
+two temperatures in between. Training also teaches the model to write down the calculation.
+Therefore both models are asked again, with the beginning of each answer given, such as '26 * 26 ='.
+(In the published before_given, the responses also contain the given beginning.)
 
 If the command is interrupted, run it again to continue. Nothing is done twice. A run with other
-settings needs another folder. before.jsonl, which has the answers of the pre-trained model, can be
-copied to it if --model, --instruction and --max_completion_length are the same.
+settings needs another folder. before.jsonl and before_given.jsonl, which have the answers of the
+pre-trained model, can be copied to it if --model, --instruction and --max_completion_length are the
+same. The published runs are in results/qwen/sums/logs.jsonl.gz. Its runs named "range" chose the
+clip range on other questions. Their script is in commit 5a42b2b.
 """
 import random
+import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 import train_math
 from common import evaluate
-from common.intervals import accuracy, accuracy_text, gain_text
-from common.logs import read, write
-from common.plot import MORE_STYLES, STYLES
+from common.intervals import accuracy, accuracy_text, mean_difference, paired
+from common.logs import read, read_packed, write
 from support.runs import MAY_CHANGE, fingerprint
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
     "--prompts_per_step=16", "--group_size=4", "--learning_rate=1.5e-6", "--max_steps=10",
     "--save_steps=5", "--eval_size=0", "--rollout_rows=256"]  # all held-out questions at once
-GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three: sums_range.py
+GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three on other questions
 MAY_DIFFER = MAY_CHANGE - {"max_steps"} | {"questions"}  # when a run is resumed
-TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0)}  # 0: greedy decoding
+TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0),  # 0: greedy decoding
+                "before_given": (0.0,), "after_given": (0.0,)}
+RESULTS = Path(__file__).parents[1] / "results" / "qwen" / "sums"
 
 
 def make_questions(n_held_out=256):
@@ -63,179 +69,171 @@ def last_number_reward(prompts, completions, answer, **columns):
     return [float(number == gold) for number, gold in zip(given, answer)]
 
 
+def begun_prompts(tokenizer, questions, cfg):
+    """The token ids of each question, followed by the beginning of its answer."""
+    prompts = train_math.encode_prompts(tokenizer, questions, cfg)
+    begun = ["{} * {} =".format(*row["factors"]) for row in questions]
+    beginnings = tokenizer(begun, add_special_tokens=False).input_ids
+    return [prompt + beginning for prompt, beginning in zip(prompts, beginnings)]
+
+
 def missing(folder, when):
     """The temperatures at which the model before or after training has not answered yet."""
     return evaluate.missing(folder / f"{when}.jsonl", TEMPERATURES[when])
 
 
-# ---- table and picture ---------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def load_run(folder):
-    """The logs of a run: (settings, steps, {(when, temperature): answers}). SystemExit: no run."""
+    """{name of a log: its rows} of a run. SystemExit: no run."""
     rows = read(folder / "training" / "metrics.jsonl")
     if not rows:
         sys.exit(f"sums.py: no run in {folder}: it has no training/metrics.jsonl")
-    answers = {}
-    for when in TEMPERATURES:
-        given = read(folder / f"{when}.jsonl")
-        for temperature in TEMPERATURES[when]:
-            found = [row for row in given if row["temperature"] == temperature]
-            if found:
-                answers[when, temperature] = found
-    return rows[0]["settings"], rows[1:], answers
+    return {"training/metrics": rows, **{when: read(folder / f"{when}.jsonl")
+                                         for when in TEMPERATURES}}
 
 
-def correct(rows):
-    """1 or 0 for each answer."""
-    return [row["reward"] for row in rows]
+def published():
+    """{run: {name of a log: its rows}} of all published runs. "range" has the runs that chose the
+    clip range."""
+    runs = {}
+    for name, rows in read_packed(RESULTS / "logs.jsonl.gz").items():
+        run, log = name.split("/", 1)
+        runs.setdefault(run, {})[log] = rows
+    return runs
 
 
-def names_a_result(row, question):
-    """Whether the last number of a response is one that the question does not contain."""
-    number = train_math.extract_answer(row["response"], strict=False)
-    return number not in (None, *question["factors"])
+def correct(rows, temperature=0.0):
+    """1 or 0 for each answer at a temperature, in the order of the questions."""
+    return evaluate.column(rows, temperature)
+
+
+def points(before, after):
+    """The paired difference in points with its 95% interval, "-" if there are no answers."""
+    if not (before and after):
+        return "-"
+    difference, (low, high), _ = paired(before, after)
+    return f"{100 * difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def minutes(steps):
-    return f"{sum(row['seconds'] for row in steps) / 60:.0f}"
+    return f"{sum(row.get('seconds', 0) for row in steps) / 60:.0f}"
 
 
-def table(answers, steps, best):
-    """Markdown: a line for each entry of answers, {(when, temperature): rows}, and the differences
-    of the accuracy after training and before it."""
-    _, questions = make_questions()
-    lines = [
-        "model | temperature | right, by the last number (95%) | times 1 digit | times 2 digits | "
-        "names a result | tokens",
-        "---|---|---|---|---|---|---"]
-    for (when, temperature), rows in answers.items():
-        cells = [when, temperature or "greedy", accuracy_text(correct(rows))]
-        asked = [questions[row["question"]] for row in rows]
-        for digits in 1, 2:
-            kind = [row["reward"] for row, question in zip(rows, asked)
-                    if len(question["factors"][0]) == digits]
-            cells.append(f"{sum(kind) / len(kind):.1%}")
-        results = sum(map(names_a_result, rows, asked))
-        tokens = sum(row["tokens"] for row in rows)
-        cells += [f"{results / len(rows):.3g}", f"{tokens / len(rows):.3g}"]
-        lines.append(" | ".join(map(str, cells)))
-    lines.append("")
-    for temperature in TEMPERATURES["after"]:
-        for other in dict.fromkeys([temperature, best]):
-            change = gain_text(
-                correct(answers["before", other]), correct(answers["after", temperature]))
-            lines.append(f"- after at {temperature} minus before at {other}: {change}")
-    return "\n".join(lines) + f"\n\n{len(steps)} rollouts, {minutes(steps)} minutes.\n"
+def line_of(name, run):
+    """The cells of one run. An answer that was not asked is "-"."""
+    start, *steps = run["training/metrics"]
+    settings = start["settings"]
+    before, given, after, after_given = (
+        correct(run.get(when, [])) for when in ("before", "before_given", "after", "after_given"))
+    sampled = correct(run.get("after", []), 1.0)
+    return [
+        f"{name}: {settings['algorithm']}, {settings['eps_low']:g}",
+        accuracy_text(after) if after else "-",
+        points(before, after),
+        points(given, after),
+        points(given, after_given),
+        f"{accuracy(sampled)[0]:.1%}" if sampled else "-",
+        minutes(steps),
+    ]
 
 
 def compare(runs):
-    """Markdown: a line per run, and the means of each algorithm and clip range.
-
-    runs: {folder: load_run(folder)}."""
+    """Markdown: a line per run. runs: {name: load_run(folder)}."""
     lines = [
-        "run | algorithm, range | seed | greedy before (95%) | greedy after | sampled after | "
-        "greedy after minus before | rollouts | minutes",
-        "---|---|---|---|---|---|---|---|---"]
-    means = {}
-    for folder, (settings, steps, answers) in runs.items():
-        algorithm = f"{settings['algorithm']} {settings['eps_low']:g}"
-        cells = [folder, algorithm, settings["seed"]]
-        asked = [answers.get(key) for key in (("before", 0.0), ("after", 0.0), ("after", 1.0))]
-        for rows in asked:
-            cells.append(f"{accuracy_text(correct(rows))} of {len(rows)}" if rows else "-")
-        cells.append(gain_text(*map(correct, asked[:2])) if all(asked[:2]) else "-")
-        lines.append(" | ".join(map(str, [*cells, len(steps), minutes(steps)])))
-        if all(asked):
-            means.setdefault(algorithm, []).append([accuracy(correct(rows))[0] for rows in asked])
-    for algorithm, values in means.items():
-        cells = [f"{sum(column) / len(values):.1%}" for column in zip(*values)]
-        lines.append(f"mean of {len(values)} | {algorithm} | - | {' | '.join(cells)} | - | - | -")
+        "run: algorithm, lower clip range | greedy accuracy (95%) | minus pre-trained | minus "
+        "pre-trained with the calculation begun | the same, begun for both | sampled accuracy "
+        "| minutes", "---|---|---|---|---|---|---"]
+    lines += [" | ".join(line_of(name, run)) for name, run in runs.items()]
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def by_seed(runs, prefix, seeds, temperature):
+    return [statistics.fmean(correct(runs[f"{prefix}_{seed}"]["after"], temperature))
+            for seed in seeds]
+
+
+def welch(some, others):
+    """The difference of two means in points, with Welch's 95% interval for two small samples."""
+    variances = [statistics.variance(values) / len(values) for values in (some, others)]
+    total = sum(variances)
+    freedom = total**2 / sum(v**2 / (len(values) - 1)
+                             for v, values in zip(variances, (some, others)))
+    t = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}[int(freedom)]
+    half = 100 * t * total**0.5
+    return f"{100 * (statistics.fmean(some) - statistics.fmean(others)):+.1f} ± {half:.1f}"
+
+
+def gspo_minus_grpo(runs):
+    """Markdown: GSPO at 3e-2 minus GRPO, for the three common seeds and for all runs."""
+    lines = ["| decoding | GSPO minus GRPO, seeds 0 to 2, paired | GSPO, six seeds | GRPO, three "
+             "seeds | difference, Welch |", "|---|---|---|---|---|"]
+    for temperature, name in ((0.0, "greedy"), (1.0, "sampled")):
+        grpo = by_seed(runs, "grpo", range(3), temperature)
+        gspo = by_seed(runs, "gspo_wide", range(6), temperature)
+        lines.append(f"| {name} | {mean_difference(gspo[:3], grpo)} | {statistics.fmean(gspo):.1%} "
+                     f"| {statistics.fmean(grpo):.1%} | {welch(gspo, grpo)} |")
     return "\n".join(lines) + "\n"
 
 
-def draw(runs, path):
-    """The accuracy in training, and on held-out questions before and after it, in three panels.
-
-    runs: {folder: load_run(folder)}. Each run is a line in training, and a point per temperature
-    after it, with its 95% interval."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(9, 4.8), sharey=True, layout="constrained",
-                                width_ratios=(1.5, 4, 2.4))
-    before, training, after = axes
-    offsets = [0.6 * (i + 0.5) / len(runs) - 0.3 for i in range(len(runs))]
-    groups = {}  # algorithm: the greedy accuracy after each of its runs
-    for (settings, steps, answers), offset in zip(runs.values(), offsets):
-        name = settings["algorithm"].upper()
-        color, line = STYLES.get(settings["algorithm"], MORE_STYLES[0])
-        look = {"color": color, "marker": "s" if name == "GRPO" else "o",
-                "fillstyle": "none" if name == "GRPO" else "full"}
-        curve = [100 * row["reward"] for row in steps]
-        label = None if name in groups else name
-        training.plot(range(1, len(steps) + 1), curve, linestyle=line, alpha=0.7, markersize=4,
-                      label=label, **look)
-        for place, temperature in enumerate(TEMPERATURES["after"]):
-            start = answers["before", temperature]
-            interval(before, place, correct(start), color="black", marker="D")
-            interval(after, place + offset, correct(answers["after", temperature]), **look)
-        groups.setdefault(name, []).append(accuracy(correct(answers["after", 0.0]))[0])
-    best = max(accuracy(correct(answers["before", x]))[0] for x in TEMPERATURES["before"])
-    for axis in axes:
-        axis.axhline(100 * best, color="black", linestyle=":",
-                     label="pre-trained model at its best temperature" if axis is before else None)
-        axis.grid(alpha=0.3)
-    for axis, title in ((before, "before training:\nheld-out questions"),
-                        (after, "after training:\nheld-out questions")):
-        axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(2), ["greedy", "sampled"])
-        axis.set_xlim(-0.6, 1.6)
-    training.set_title("training:\nsampled responses to training questions", fontsize=10)
-    training.set_xlabel("rollout")
-    training.xaxis.get_major_locator().set_params(integer=True)
-    before.set(ylabel="accuracy by the last number (%)", ylim=(0, 100))
-    start = accuracy(correct(answers["before", 0.0]))[0]
-    ends = []
-    for name, values in groups.items():
-        number = f"mean of {len(values)} runs" if len(values) > 1 else "one run"
-        ends.append(f"{sum(values) / len(values):.1%} after {name} ({number})")
-    figure.suptitle("Greedy accuracy on held-out questions:\n"
-                    f"{start:.1%} before training, {', '.join(ends)}")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9,
-                  title="a line in training, and two points after it: one run; "
-                        "vertical bars: 95% interval")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def range_table(logs):
+    """Markdown: the runs that chose the clip range, each with its last evaluation."""
+    lines = ["| run | greedy accuracy (95%) | reward of the last five rollouts | log_ratio_std, "
+             "first rollout | clipped, first rollout | later |", "|---|---|---|---|---|---|"]
+    for name, (_, *steps) in sorted(logs.items()):
+        low, high = steps[-1]["eval_reward_interval"]
+        first, *later = [row["clip_fraction"] for row in steps]
+        lines.append(
+            f"| {name} | {steps[-1]['eval_reward']:.1%} ({low:.1%} to {high:.1%}) | "
+            f"{statistics.fmean(row['reward'] for row in steps[-5:]):.1%} | "
+            f"{steps[0]['log_ratio_std']:.2f} | {first:.0%} | {statistics.fmean(later):.0%} |")
+    start = logs["gspo_3e-4"][0]
+    low, high = start["eval_reward_interval"]
+    return "\n".join([*lines, f"| pre-trained | {start['eval_reward']:.1%} ({low:.1%} to "
+                               f"{high:.1%}) | | | | |"]) + "\n"
 
 
-def interval(axis, x, values, **look):
-    """A point at the accuracy in percent, with its 95% interval."""
-    middle, low, high = (100 * y for y in accuracy(values))
-    axis.errorbar(x, middle, [[middle - low], [high - middle]], capsize=3, **look)
+def gsm8k_table(runs):
+    """Markdown: the accuracy on 192 short questions of GSM8K after some runs."""
+    def last_number(rows):
+        return evaluate.column(rows, 0.0, "last_number")
+
+    before = last_number(runs["gspo_2"]["gsm8k_before"])
+    lines = ["| model | greedy accuracy (95%) | minus pre-trained |", "|---|---|---|",
+             f"| pre-trained | {accuracy_text(before)} | |"]
+    for name, run in runs.items():
+        if "gsm8k_after" in run:
+            after = last_number(run["gsm8k_after"])
+            lines.append(f"| {name} | {accuracy_text(after)} | {points(before, after)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(runs):
+    """The contents of table.md."""
+    choice = runs["range"]
+    runs = {name: run for name, run in runs.items() if name != "range"}
+    return f"""# Multiplication problems: all runs
+
+`python -m experiments.tables` makes these tables from logs.jsonl.gz. Differences are in points. The
+brackets are paired 95% intervals over 256 held-out questions. "±" is the half width of a 95%
+interval over seeds. Welch's degrees of freedom are rounded down. The minutes are those of training
+on one core.
+
+{compare(runs)}
+{gspo_minus_grpo(runs)}
+The runs that chose the clip range, on 256 other questions, with one run per row:
+
+{range_table(choice)}
+192 short questions of GSM8K, graded by the last number. A script of commit 2ad1537 asked them.
+
+{gsm8k_table(runs)}"""
 
 
 def show(folders):
-    """Writes table.md and sums.png of one run. For several runs, prints a line per run and draws
-    compared.png."""
     if not folders:
         sys.exit("sums.py: --show needs the folder of a run, or several folders")
-    runs = {folder: load_run(folder) for folder in folders}
-    finished = {folder: run for folder, run in runs.items()
-                if not any(missing(folder, when) for when in TEMPERATURES)}
-    folder = folders[0]
-    if len(runs) > 1 or not finished:
-        print(compare(runs))
-        if finished:
-            draw(finished, folder.parent / "compared.png")
-        return
-    _, steps, answers = runs[folder]
-    best = max(TEMPERATURES["before"], key=lambda x: accuracy(correct(answers["before", x])))
-    text = table(answers, steps, best)
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    draw(runs, folder / "sums.png")
-    print(text)
+    print(compare({folder.name: load_run(folder) for folder in folders}))
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -262,7 +260,7 @@ def main(argv):
     folder = Path(cfg.output_dir)
     refuse_another(folder, cfg)
     questions, held_out = make_questions()
-    if missing(folder, "after"):
+    if missing(folder, "after") or missing(folder, "after_given"):
         data = folder / "data"
         with train_math.exits_with(f"--model {cfg.model} --output_dir {folder}"):
             AutoTokenizer.from_pretrained(cfg.model)  # is there such a model?
@@ -273,8 +271,11 @@ def main(argv):
         train_math.main(flags + own, reward=last_number_reward)
     models = {"before": cfg.model, "after": folder / "training" / "model"}
     for when, model in models.items():
-        path = folder / f"{when}.jsonl"
-        evaluate.ask(path, model, held_out, TEMPERATURES[when], cfg, reward=last_number_reward)
+        evaluate.ask(folder / f"{when}.jsonl", model, held_out, TEMPERATURES[when], cfg,
+                     reward=last_number_reward)
+        evaluate.ask(folder / f"{when}_given.jsonl", model, held_out, [0.0],
+                     replace(cfg, max_completion_length=12), reward=last_number_reward,
+                     encode_prompts=begun_prompts)
     show([folder])
 
 

@@ -20,7 +20,7 @@ import train_math
 from common.intervals import mean_difference
 from common.logs import append, read
 from experiments.comparisons import runs
-from experiments.comparisons.settings import GRPO, GSPO, NO_LOWER_BOUND, arm
+from experiments.comparisons.settings import GRPO, GSPO, NO_LOWER_BOUND, variant
 from lesson.seeds import STYLES
 
 RESULTS = Path(__file__).parents[1] / "results" / "tiny"
@@ -49,10 +49,10 @@ def run(task, start, name, rate):
         return
     line["before"] = runs.cold_start(task, start)
     algorithm = GRPO if name == "GRPO" else GSPO
-    spec = arm(algorithm, RANGES[task][name], task=task, learning_rate=rate)
+    spec = variant(algorithm, RANGES[task][name], task=task, learning_rate=rate)
     model, tokenizer = train_math.load(runs.cold_folder(task, start), "cpu")
     try:
-        rows, _ = runs.train(spec, model, tokenizer, 100 * start)
+        rows = runs.train(spec, model, tokenizer, 100 * start)
         for metric in (*runs.KEPT, "seconds"):
             line[metric] = [runs.four_digits(row[metric]) for row in rows]
     except FloatingPointError as problem:

@@ -1,236 +1,60 @@
-"""Is the movement of the policy a good clip range? Makes the runs that PLAN_range_rule.md plans.
-
-    OMP_NUM_THREADS=1 python -m experiments.tiny.range_rule                               all runs
-    OMP_NUM_THREADS=1 python -m experiments.tiny.range_rule --models 1 3 --tasks long    a part
-
-The movement is the median of log_ratio_std over rollouts 2 to 4. A starting model takes about 8
-minutes of one idle core on the long task, and 15 minutes on the small world. Each run is a line of
-results/tiny/range_rule.jsonl, and no run is made twice. If the command is interrupted, run it again
-to continue. Several processes can divide the work if each has its own models or its own task. At
-the end, the tables are printed and written to results/tiny/range_rule.md, and
-results/tiny/range_rule.png is drawn. With --models 0, this is all that is done.
-"""
-import argparse
+"""The tables of the test that results/tiny/PLAN_range_rule.md plans: is the movement of the policy
+a good clip range? The movement is the median of log_ratio_std over rollouts 2 to 4. The log
+results/tiny/range_rule.jsonl has a line for each run, and one for each movement that was measured.
+The script that made the runs is in commit 5a42b2b."""
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-from matplotlib.figure import Figure
-
-import train_math
 from common.intervals import mean_difference
-from common.logs import append, read
-from experiments.comparisons import parts, runs
 
 RESULTS = Path(__file__).parents[1] / "results" / "tiny"
 LOG = RESULTS / "range_rule.jsonl"
 FACTORS = (0.1, 0.5, 2, 8)  # the lower clip range in units of the movement
 RULE = 0.5  # the factor that represents the rule
-MEASURED = (2, 3, 4)  # the rollouts in which the movement is measured
-PAPERS = 3e-4  # the lower clip range at which it is measured
-MOST = 0.899  # the largest lower clip range: gspo.py refuses values from 0.9 to below 1
 MODELS = {"long": (11, 12, 13, 14, 15, 16), "world": (21, 22, 23, 24, 25, 26)}
-UPDATES = {  # {task: {optimizer steps per rollout: settings}}
-    "long": {4: {"epochs": 1}, 16: {"epochs": 4}},
-    "world": {4: {"epochs": 1, "minibatches": 4}, 32: {"epochs": 4, "minibatches": 8}}}
-LEARNING_RATES = (1e-4, 3e-4)
-
-
-# ---- runs ----------------------------------------------------------------------------------------
-
-
-def train(task, updates, learning_rate, start, low, rollouts=None):
-    """Train GSPO from a starting model with this lower clip range.
-
-    rollouts: stop after this number, without a change of the learning rate schedule. Returns the
-    model, its tokenizer and a row of metrics per rollout."""
-    model, tokenizer = train_math.load(runs.cold_folder(task, start), "cpu")
-    cfg = replace(runs.settings_of(task), **UPDATES[task][updates], seed=100 * start,
-                  learning_rate=learning_rate, eps_low=low, eps_high=low * 4 / 3)
-    questions = runs.TASKS[task].questions(cfg.seed, cfg.prompts_per_step * cfg.max_steps)
-    stopped = []
-    scored = []
-
-    def reward(**columns):
-        scored.append(True)
-        if len(scored) == rollouts:
-            stopped.append(True)
-        return parts.task_reward(**columns)
-
-    rows = train_math.train(cfg, model, tokenizer, questions, reward=reward, stopped=stopped)
-    return model, tokenizer, rows[1:]
-
-
-def held_out_accuracy(model, tokenizer, task, temperature, samples):
-    """The accuracy on the held-out questions, with this number of samples per question."""
-    torch.manual_seed(0)
-    questions = runs.TASKS[task].questions("held out", 256)
-    cfg = runs.settings_of(task)
-    cfg = replace(cfg, rollout_rows=cfg.rollout_rows * cfg.group_size)
-    accuracies = []
-    for _ in range(samples):
-        found = train_math.evaluate(
-            model, tokenizer, questions, cfg, temperature, reward=parts.task_reward)
-        accuracies.append(found["eval_reward"])
-    return statistics.fmean(accuracies)
-
-
-def movement_of(rows):
-    """The median of log_ratio_std over the rollouts that are measured."""
-    values = [row["log_ratio_std"] for row in rows if row["step"] in MEASURED]
-    return statistics.median(value for value in values if value is not None)
-
-
-def kept(rows):
-    """The metrics that are logged, {name: values of all rollouts}."""
-    names = ("reward", "entropy", "clip_fraction", "log_ratio_std", "seconds")
-    return {name: [runs.four_digits(row[name]) for row in rows] for name in names}
-
-
-def run(key, factor):
-    """Make one run, or the measurement if the factor is None, and append its line to the log."""
-    done = {(row["task"], row["updates"], row["learning_rate"], row["start"], row["factor"]): row
-            for row in read(LOG)}
-    if (*key, factor) in done:
-        return
-    task, updates, learning_rate, start = key
-    before = runs.cold_start(task, start)
-    line = dict(zip(("task", "updates", "learning_rate", "start"), key), factor=factor)
-    if factor is None:
-        _, _, rows = train(*key, PAPERS, max(MEASURED))
-        line |= {"before": before, "movement": movement_of(rows), **kept(rows)}
-    else:
-        low = min(MOST, factor * done[*key, None]["movement"])
-        line["eps_low"] = low
-        try:
-            model, tokenizer, rows = train(*key, low)
-            line |= {"accuracy": held_out_accuracy(model, tokenizer, task, 1.0, 4),
-                     "greedy": held_out_accuracy(model, tokenizer, task, 0.0, 1), **kept(rows)}
-        except FloatingPointError as problem:  # it diverged: no answer is correct
-            line |= {"accuracy": 0.0, "greedy": 0.0, "problem": str(problem)}
-    append(LOG, line)
-    print(" ".join(f"{name} {line[name]}" for name in line if not isinstance(line[name], list)),
-          flush=True)
-
-
-# ---- tables and picture --------------------------------------------------------------------------
-
-
-def settings():
-    return [(task, updates, learning_rate) for task in UPDATES for updates in UPDATES[task]
-            for learning_rate in LEARNING_RATES]
-
-
-def runs_of(rows, key):
-    """{(starting model, factor): line} of one setting, and the models that have all factors."""
-    found = {(row["start"], row["factor"]): row for row in rows
-             if (row["task"], row["updates"], row["learning_rate"]) == key}
-    finished = [start for start in MODELS[key[0]]
-                if all((start, factor) in found for factor in (None, *FACTORS))]
-    return found, finished
+SETTINGS = [(task, updates, learning_rate)
+            for task, updates in (("long", 4), ("long", 16), ("world", 4), ("world", 32))
+            for learning_rate in (1e-4, 3e-4)]
+COMPARED = (0.1, 0.5), (2, 0.5), (8, 0.5), (8, 2)
 
 
 def tables(rows):
-    """The accuracy for each setting and factor, and the predictions, over the finished models."""
-    lines = ["| task | updates | learning rate | models | movement: least, median, most | "
-             + " | ".join(f"{factor} times" for factor in FACTORS) + " | best minus 0.5 times "
-             "| 8 times minus 0.5 times | 0.1 times minus 0.5 times |", "|---" * 12 + "|"]
+    """The accuracies, their differences in points, and the outcomes of the three predictions."""
+    found = {(row["task"], row["updates"], row["learning_rate"], row["start"], row["factor"]): row
+             for row in rows}
+    means = ["| task, updates, learning rate | movement: least, median, most | "
+             + " | ".join(f"{factor} times" for factor in FACTORS) + " | best minus 0.5 times |",
+             "|---" * 7 + "|"]
+    differences = ["| task, updates, learning rate | "
+                   + " | ".join(f"{a} minus {b}" for a, b in COMPARED) + " |", "|---" * 5 + "|"]
     shortfall = []
     too_wide = []
     slow = []
-    for key in settings():
-        found, finished = runs_of(rows, key)
-        if not finished:
-            continue
-        accuracy = {factor: [found[start, factor]["accuracy"] for start in finished]
+    for key in SETTINGS:
+        task, updates, learning_rate = key
+        accuracy = {factor: [found[*key, start, factor]["accuracy"] for start in MODELS[task]]
                     for factor in FACTORS}
-        means = {factor: statistics.fmean(accuracy[factor]) for factor in FACTORS}
-        movements = [found[start, None]["movement"] for start in finished]
-        gap = max(means.values()) - means[RULE]
+        mean = {factor: statistics.fmean(accuracy[factor]) for factor in FACTORS}
+        moved = [found[*key, start, None]["movement"] for start in MODELS[task]]
+        gap = max(mean.values()) - mean[RULE]
         shortfall.append(gap)
-        if key[1] >= 16:
-            too_wide.append(means[8] < means[RULE])
+        if updates >= 16:
+            too_wide.append(mean[8] < mean[RULE])
         else:
-            slow.append(means[0.1] < means[RULE])
-        cells = [*key[:2], f"{key[2]:g}", len(finished), f"{min(movements):.2g}, "
-                 f"{statistics.median(movements):.2g}, {max(movements):.2g}",
-                 *(f"{100 * means[factor]:.1f}%" for factor in FACTORS), f"{100 * gap:.1f}",
-                 *(mean_difference(accuracy[factor], accuracy[RULE]) for factor in (8, 0.1))]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+            slow.append(mean[0.1] < mean[RULE])
+        name = f"{task}, {updates}, {learning_rate:g}"
+        cells = [name, f"{min(moved):.2g}, {statistics.median(moved):.2g}, {max(moved):.2g}",
+                 *(f"{mean[factor]:.1%}" for factor in FACTORS), f"{100 * gap:.1f}"]
+        means.append(f"| {' | '.join(cells)} |")
+        cells = [name, *(mean_difference(accuracy[a], accuracy[b]) for a, b in COMPARED)]
+        differences.append(f"| {' | '.join(cells)} |")
     close = sum(gap <= 0.05 for gap in shortfall)
-    lines += [
-        "",
+    predictions = [
         f"1. 0.5 times the movement is at most 5 points below the best range in {close} of "
-        f"{len(shortfall)} settings, and at most {100 * max(shortfall, default=0):.1f} points "
-        "below it in all of them.",
+        f"{len(shortfall)} settings, and at most {100 * max(shortfall):.1f} points below it in all "
+        "of them.",
         f"2. With 16 or 32 updates, 8 times the movement is worse than 0.5 times in "
         f"{sum(too_wide)} of {len(too_wide)} settings.",
         f"3. With 4 updates, 0.1 times the movement is worse than 0.5 times in {sum(slow)} of "
         f"{len(slow)} settings."]
-    return "\n".join(lines) + "\n"
-
-
-def draw(rows, path):
-    """Accuracy against the clip range in units of the movement, for few and for many updates."""
-    figure = Figure((11, 6.4), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    gaps = []
-    for key in settings():
-        task, updates, learning_rate = key
-        found, finished = runs_of(rows, key)
-        if not finished:
-            continue
-        axis = axes[int(updates >= 16)]
-        line, marker = {"long": ("-", "o"), "world": ("--", "s")}[task]
-        color = {1e-4: "#56B4E9", 3e-4: "#0072B2"}[learning_rate]
-        curves = [[100 * found[start, factor]["accuracy"] for factor in FACTORS]
-                  for start in finished]
-        for values in curves:
-            axis.plot(FACTORS, values, line, color=color, alpha=0.3, linewidth=0.7)
-        means = [statistics.fmean(values) for values in zip(*curves)]
-        gaps.append(max(means) - means[FACTORS.index(RULE)])
-        name = {"long": "long task", "world": "small world"}[task]
-        axis.plot(FACTORS, means, line, marker=marker, color=color, linewidth=2.5,
-                  label=f"{name}, {updates} updates, learning rate {learning_rate:g}, "
-                        f"{len(finished)} models")
-    for axis, title in zip(axes, ("4 updates per rollout", "16 or 32 updates per rollout")):
-        axis.set(xscale="log", xticks=FACTORS, xticklabels=[f"{x:g}" for x in FACTORS],
-                 xlabel="lower clip range / log_ratio_std in rollouts 2 to 4 (log scale)",
-                 ylim=(0, 100), title=title)
-        axis.axvline(RULE, color="gray", linewidth=0.8)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12),
-                    title="bold: mean; thin: one starting model; gray line: 0.5 times")
-    axes[0].set_ylabel("sampled accuracy after GSPO (%)")
-    close = sum(gap <= 5 for gap in gaps)
-    figure.suptitle(f"A lower range of {RULE} times log_ratio_std is at most 5 points below the "
-                    f"best of four ranges in {close} of {len(gaps)} settings")
-    figure.savefig(path, dpi=150)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", type=int, nargs="+", choices=range(7), default=range(1, 7),
-                        help="numbers of starting models, from 1 (0: only make the tables)")
-    parser.add_argument("--tasks", nargs="+", choices=list(UPDATES), default=list(UPDATES),
-                        help="only these tasks (default: all)")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    runs.COLD.mkdir(parents=True, exist_ok=True)
-    for model in filter(None, args.models):
-        for task, updates, learning_rate in settings():
-            if task in args.tasks:
-                key = task, updates, learning_rate, MODELS[task][model - 1]
-                for factor in (None, *FACTORS):
-                    run(key, factor)
-    rows = read(LOG)
-    text = tables(rows)
-    (RESULTS / "range_rule.md").write_text(text)
-    if rows:
-        draw(rows, RESULTS / "range_rule.png")
-    print(text)
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join([*means, "", *differences, "", *predictions]) + "\n"
