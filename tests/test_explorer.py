@@ -14,7 +14,6 @@ from lesson.explorer import unpacked
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
                None)
-ALL = torch.arange(256)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def clipped_in_fact(log_ratio, advantage, name):
 def test_the_page_is_the_template_with_the_numbers(text, data):
     new = explorer.page()
     numbers = json.loads(re.search(r"^const D = (.*);$", new, re.MULTILINE)[1])
-    spread = torch.tensor(numbers.pop("spread")), torch.tensor(data["spread"])
+    spread = torch.tensor([numbers.pop("spread"), data["spread"]], dtype=torch.float64)
     assert torch.allclose(*spread, rtol=0.01, atol=0.02), "CPUs may draw other random numbers"
     assert numbers == {name: x for name, x in data.items() if name != "spread"}
 
@@ -77,7 +76,7 @@ def test_the_pencil_example_is_that_of_gspo_py(data):
 
 def test_spreads_with_the_length_as_sums_of_random_numbers_do(data):
     shape = 3, len(data["noises"]), len(data["lengths"]), 3, 5
-    spread = torch.tensor(data["spread"]).reshape(shape).double()
+    spread = torch.tensor(data["spread"], dtype=torch.float64).reshape(shape)
     noise = torch.tensor(data["noises"], dtype=torch.float64)[:, None]
     root = torch.tensor(data["lengths"], dtype=torch.float64).sqrt()
     low, high = spread[0, :, :, :, :2].log().unbind(-1)  # tokens move independently
@@ -149,6 +148,7 @@ def test_the_runs_differ_only_from_the_step_that_is_shown(data):
         assert rewards[data["step"]:] != gspo_rewards[data["step"]:]
 
 
+@pytest.mark.slow
 def test_the_log_has_what_the_lesson_counted(monkeypatch):
     """One epoch of step 1, in which GSPO clips 156 of 256 responses before their first turn."""
     monkeypatch.setattr(explorer, "FLAGS", [*explorer.FLAGS, "--max_steps", "1", "--epochs", "1"])
