@@ -166,12 +166,16 @@ def test_the_log_has_what_the_lesson_counted(monkeypatch):
 
 
 def one_response(old, new, ranges, advantage):
-    """What the first panel shows, by gspo.py: ratios, and |y| times the gradient of each token."""
+    """What the first panel shows, by gspo.py: the ratios, the number of tokens that GRPO and GSPO
+    clip, and |y| times the gradient of each token."""
     old = torch.tensor([old], dtype=torch.float64).log()
     new = torch.tensor([new], dtype=torch.float64).log().requires_grad_()
     mask = torch.ones_like(old)
     numbers = [*(new - old).exp()[0].tolist(), gspo.sequence_ratio(new, old, mask).item(),
                (new - old).sum().exp().item()]
+    for ratio, (low, high) in zip(((new - old).exp(), gspo.sequence_ratio(new, old, mask)), ranges):
+        fraction = gspo.clip_fraction(ratio, torch.tensor([advantage]), mask, low, high)
+        numbers.append(round(len(old[0]) * fraction.item()))
     for loss, (low, high) in zip((gspo.grpo_loss, gspo.gspo_loss, gspo.gspo_loss), ranges):
         value = loss(new, old, torch.tensor([advantage]), mask, low, high)
         numbers += (-len(old[0]) * torch.autograd.grad(value, new)[0][0]).tolist()
@@ -201,7 +205,9 @@ window.onerror = message => errors.push(message);
 const worst = CASES.map(([old, now, ranges, A, wanted]) => {
   const ratios = tokenRatios(old, now), s = sequenceRatio(ratios);
   const [grpo, gspo, none] = ranges;
-  const found = [...ratios, s, product(ratios), ...ratios.map(w => gradient(w, A, grpo)),
+  const found = [...ratios, s, product(ratios),
+    ratios.filter(w => isClipped(w, A, grpo)).length, isClipped(s, A, gspo) ? ratios.length : 0,
+    ...ratios.map(w => gradient(w, A, grpo)),
     ...ratios.map(() => gradient(s, A, gspo)), ...ratios.map(() => gradient(s, A, none))];
   if (found.length != wanted.length) return 1;
   return Math.max(...found.map((x, i) => Math.abs(x - wanted[i]) / Math.max(1, Math.abs(x))));
