@@ -11,6 +11,10 @@ whether it was cut, and whether the boxed answer (reward) and the last number ar
 temperature that the file already has is not asked again, and a file with the answers of another
 model is refused. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
 
+On CUDA, greedy responses come from the model in float32, and those at a temperature above 0 from
+its float16 copy, with which train_math.py samples. The policy of the copy is slightly different.
+Each row and the table say which precision was used (earlier rows do not). On CPUs, it is float32.
+
 The second command only prints the table. It compares each model with the first one by a paired
 test, so all files must have answers to the same questions. With --last_number, the last number of a
 response counts as its answer, whatever its format.
@@ -24,6 +28,7 @@ import torch
 import train_math
 from common.intervals import accuracy_text, paired
 from common.logs import read, write
+from support.cuda_sampling import PRECISIONS, REFUSED
 
 
 def missing(path, temperatures):
@@ -31,12 +36,22 @@ def missing(path, temperatures):
     return sorted(set(temperatures) - {row.get("temperature", 0.0) for row in read(path)})
 
 
+def precision(model, temperature, device):
+    """The precision in which `generate` has computed responses at this temperature."""
+    dtypes = [torch.float32]
+    if temperature and torch.device(device).type == "cuda":
+        refused = REFUSED.get(model, PRECISIONS)  # is not there if static_rollout cannot be used
+        dtypes = [dtype for dtype in PRECISIONS if dtype not in refused] + dtypes
+    return str(dtypes[0]).removeprefix("torch.")
+
+
 def ask(path, name, questions, temperatures, cfg, **replaced):
     """Adds a model's answers to the file, at those temperatures that the file does not have.
 
-    name: hub id or folder of the model. replaced: as for train_math.evaluate. Each row has the name
-    of the model, the temperature, the index of its question in `questions`, and what
-    train_math.evaluate returns. SystemExit: the file has answers of another model."""
+    name: hub id or folder of the model. replaced: as for train_math.evaluate, but not the sampler.
+    Each row has the name of the model, the temperature, the precision, the index of its question in
+    `questions`, and what train_math.evaluate returns. SystemExit: the file has answers of another
+    model."""
     name = str(name)
     for row in read(path):
         if row.get("model", name) != name:
@@ -50,13 +65,15 @@ def ask(path, name, questions, temperatures, cfg, **replaced):
     for temperature in missing(path, temperatures):
         torch.manual_seed(cfg.seed)
         row = train_math.evaluate(model, tokenizer, questions, cfg, temperature, **replaced)
+        computed_in = precision(model, temperature, cfg.device)
         rows = read(path)
         for i, result in enumerate(row["eval_results"]):
             cut = result["tokens"] == cfg.max_completion_length
-            rows.append({"model": name, "temperature": temperature, **result, "question": i,
-                         "cut": cut})
+            rows.append({"model": name, "temperature": temperature, "precision": computed_in,
+                         **result, "question": i, "cut": cut})
         write(path, rows)
-        print(f"{path.stem}, temperature {temperature}: mean reward {row['eval_reward']:.3f}")
+        print(f"{path.stem}, temperature {temperature}, in {computed_in}: "
+              f"mean reward {row['eval_reward']:.3f}")
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -93,12 +110,15 @@ def table_line(name, rows, reference, temperature):
     versus = "-", "-"
     if reference:
         versus = difference(reference, rows, temperature)
+    how = f"at temperature {temperature}" if temperature else "greedy"
+    if "precision" in answers_at(rows, temperature)[0]:
+        how += f", {answers_at(rows, temperature)[0]['precision']}"
     cut = "-"
     if "cut" in answers_at(rows, temperature)[0]:
         cut = f"{mean(column(rows, temperature, 'cut')):.0%}"
     cells = [
         name,
-        f"at temperature {temperature}" if temperature else "greedy",
+        how,
         f"{sum(correct):.0f} of {len(correct)}, {accuracy_text(correct)}",
         f"{mean(column(rows, temperature, 'last_number')):.1%}",
         *versus,

@@ -29,6 +29,13 @@ def solution(answer):
     return text
 
 
+def given_rollout(prompts, responses):
+    """A Rollout of given responses, one to each prompt. Nobody has sampled them: log_probs is 0."""
+    is_sampled = [[True] * len(response) for response in responses]
+    log_probs = torch.zeros(len(responses), max(map(len, responses)))
+    return train_math.Rollout(None, prompts, responses, log_probs, None, is_sampled)
+
+
 def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name, instruction="",
               at_once=None):
     """Trains the model for `steps` supervised batches.
@@ -48,10 +55,12 @@ def supervise(model, tokenizer, draw_row, steps, batch_size, learning_rate, name
         answers = [tokenizer(solution(row["answer"]), add_special_tokens=False).input_ids
                    + [tokenizer.eos_token_id] for row in rows]
         tokens = sum(map(len, answers))
+        rollout = given_rollout(prompts, answers)
+        advantages = torch.ones(batch_size)  # are not used
         total = 0.0
         for i in range(0, batch_size, at_once):
             some = range(i, min(i + at_once, batch_size))
-            batch = train_math.MicroBatch(prompts, answers, some, model.device)
+            batch = train_math.MicroBatch(rollout, advantages, some, model.device)
             loss = -train_math.response_log_probs(model, batch, 1.0).sum() / tokens
             loss.backward()
             total += loss.item()

@@ -1,7 +1,6 @@
 """What tells a collapse from a success? Runs of the small world without a clip, on world 0.
 
     OMP_NUM_THREADS=1 python -m lesson.collapse                  the table of the runs in the log
-    OMP_NUM_THREADS=1 python -m lesson.collapse start            the model before RL
     OMP_NUM_THREADS=1 python -m lesson.collapse 4.5e-4 0         learning rate and seed of a run
 
 A run is a line of lesson/results/collapse.jsonl. It is not repeated if it is there."""
@@ -16,7 +15,6 @@ import train_math
 from common.logs import append, read
 from gspo import gspo_loss, sequence_ratio
 from lesson import tiny
-from support.rewards import score_rollout
 
 LOG = Path(__file__).with_name("results") / "collapse.jsonl"
 FLAGS = [*tiny.FLAGS, "--eps_low", "1", "--eps_high", "1e9", "--instruction", ""]
@@ -64,25 +62,29 @@ class Watch:
         prompts = train_math.encode_prompts(tokenizer, self.held_out, cfg)
         worked = [row["worked"] + tokenizer.eos_token for row in self.held_out]
         worked = tokenizer(worked).input_ids
-        self.answers = train_math.MicroBatch(prompts, worked, range(len(worked)), "cpu")
+        n = len(worked)
+        is_sampled = [[True] * len(response) for response in worked]
+        answers = train_math.Rollout(
+            self.held_out, prompts, worked, torch.zeros(n, cfg.max_completion_length), [""] * n,
+            is_sampled)
+        self.answers = train_math.MicroBatch(answers, torch.zeros(n), range(n), "cpu")
         self.rewards = []
         self.steps = []
 
     @torch.no_grad()
-    def build_minibatches(self, prompts, responses, advantages, cfg):
-        every = range(len(responses))
-        self.batch = train_math.MicroBatch(prompts, responses, every, "cpu", advantages)
+    def build_minibatches(self, rollout, advantages, cfg):
+        every = range(len(rollout.responses))
+        self.batch = train_math.MicroBatch(rollout, advantages, every, "cpu")
         self.batch.old_log_probs = train_math.response_log_probs(self.model, self.batch, 1.0)
-        minibatches = train_math.build_minibatches(prompts, responses, advantages, cfg)
+        minibatches = train_math.build_minibatches(rollout, advantages, cfg)
         self.visits = []
         self.first_visits = len(minibatches[0]) if minibatches else 0
         return minibatches
 
-    def loss(self, log_probs, old_log_probs, advantages, mask, *clip_range, denominator):
+    def loss(self, log_probs, old_log_probs, advantages, mask, *more):
         log_s = sequence_ratio(log_probs.detach(), old_log_probs, mask).log()
         self.visits.append((log_s, mask.sum(1), advantages))
-        return gspo_loss(log_probs, old_log_probs, advantages, mask, *clip_range,
-                         denominator=denominator)
+        return gspo_loss(log_probs, old_log_probs, advantages, mask, *more)
 
     def probe(self):
         mask = self.answers.mask
@@ -129,25 +131,13 @@ def run(rate, seed):
         return
     *loaded, questions = load("--learning_rate", str(rate), "--seed", str(seed))
     watch = Watch(*loaded)
-    train_math.train(*loaded, questions, on_step=watch.on_step, loss=watch.loss,
+    gspo = train_math.ALGORITHMS["gspo"]
+    train_math.ALGORITHMS["gspo"] = gspo._replace(loss=watch.loss)
+    train_math.train(*loaded, questions, on_step=watch.on_step,
                      build_minibatches=watch.build_minibatches)
     final = tiny.accuracy(*loaded[1:], watch.held_out, 0.0)
     append(LOG, {"rate": rate, "seed": seed, "final": round(final, 4),
                  "rewards": watch.rewards, "steps": watch.steps})
-
-
-def start():
-    """{kind: numbers of all and of correct responses} of the model before RL, 16 per question."""
-    cfg, model, tokenizer, _ = load()
-    held_out = tiny.questions()[1]
-    for temperature in 1.0, 0.6:
-        torch.manual_seed(0)
-        rollout = train_math.sample(model, tokenizer, held_out, 16, temperature, cfg)
-        right, _ = score_rollout(train_math.correctness_reward, held_out, rollout, cfg)
-        counts = {"temperature": temperature}
-        for kind, chosen in kinds_of(torch.tensor(list(map(len, rollout.responses)))).items():
-            counts[kind] = [int(chosen.sum()), int(right[chosen].sum())]
-        append(LOG, counts)
 
 
 def flat(value, name):
@@ -202,7 +192,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if len(sys.argv) == 3:
         run(float(sys.argv[1]), int(sys.argv[2]))
-    elif sys.argv[1:] == ["start"]:
-        start()
     else:
         table()

@@ -18,7 +18,6 @@ usual case.
 The bugs follow below. Do not read on before you have solved find_the_bug.md.
 """
 import argparse
-import contextlib
 import json
 import math
 import random
@@ -81,22 +80,22 @@ def over_the_batch(rewards, group_size):
     return group_advantages(rewards, len(rewards))
 
 
-def others_advantages(prompts, responses, advantages, cfg):
+def others_advantages(rollout, advantages, cfg):
     """The advantages are in another order than the responses: first responses, second ones, ..."""
     transposed = advantages.view(-1, cfg.group_size).T.flatten()
-    return train_math.build_minibatches(prompts, responses, transposed, cfg)
+    return train_math.build_minibatches(rollout, transposed, cfg)
 
 
-def without_end_token(prompts, responses, advantages, cfg):
-    minibatches = train_math.build_minibatches(prompts, responses, advantages, cfg)
+def without_end_token(rollout, advantages, cfg):
+    minibatches = train_math.build_minibatches(rollout, advantages, cfg)
     for batch in sum(minibatches, []):
         batch.mask &= batch.ids[:, 1:] != END
     return minibatches
 
 
-def without_first_token(prompts, responses, advantages, cfg):
+def without_first_token(rollout, advantages, cfg):
     """The mask of ids[:, :-1] is used for the log-probs of ids[:, 1:]."""
-    minibatches = train_math.build_minibatches(prompts, responses, advantages, cfg)
+    minibatches = train_math.build_minibatches(rollout, advantages, cfg)
     for batch in sum(minibatches, []):
         batch.mask[:, 1:] &= batch.mask[:, :-1].clone()
     return minibatches
@@ -111,7 +110,8 @@ def wrong_sign(*arguments, **keywords):
     return -gspo_loss(*arguments, **keywords)
 
 
-def own_denominator(*arguments, denominator):
+def own_denominator(*arguments):
+    *arguments, _ = arguments  # the last one is the denominator
     return gspo_loss(*arguments)
 
 
@@ -119,12 +119,12 @@ def leave_gradients(optimizer):
     pass
 
 
-BUGS = {  # the bug: what makes it (parts of train_math.py, flags, or the optimizer's zero_grad)
+BUGS = {  # the bug: what makes it (Parts or a field of Algorithm, flags, the optimizer's zero_grad)
     "nothing": {},
     "the ratio is always 1: the current log-probs stand for the old": {"loss": against_itself},
     "zero_grad is missing": {"zero_grad": leave_gradients},
     "advantages do not belong to their responses": {"build_minibatches": others_advantages},
-    "advantages over the whole batch, not over the group": {"group_advantages": over_the_batch},
+    "advantages over the whole batch, not over the group": {"advantages": over_the_batch},
     "no root: s is the product of the tokens' ratios": {"loss": without_root},
     "GRPO's clip range with GSPO": {"flags": ["--eps_low", "0.2", "--eps_high", "0.27"]},
     "the loss has the wrong sign": {"loss": wrong_sign},
@@ -238,10 +238,11 @@ def run(name, seed=0):
         cfg = replace(cfg, output_dir=None)
         questions, held_out = train_math.load_questions(cfg)
         model, tokenizer = train_math.load(folder / "model", "cpu")
-        patch = contextlib.nullcontext()
-        if "zero_grad" in parts:
-            patch = mock.patch.object(torch.optim.AdamW, "zero_grad", parts.pop("zero_grad"))
-        with patch:
+        fields = {name: parts.pop(name) for name in ("loss", "advantages") if name in parts}
+        algorithm = train_math.ALGORITHMS["gspo"]._replace(**fields)
+        zero_grad = parts.pop("zero_grad", torch.optim.AdamW.zero_grad)
+        with (mock.patch.dict(train_math.ALGORITHMS, gspo=algorithm),
+              mock.patch.object(torch.optim.AdamW, "zero_grad", zero_grad)):
             rows = train_math.train(cfg, model, tokenizer, questions, held_out, **parts)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,7 +5,8 @@
     python -m lesson.loop_homework --grade FILES --json        a JSON object on each line
 
 In FOLDER/train_math.py, MicroBatch.__init__, response_log_probs, and phases 3 and 4 of train_step
-are still to be written. FOLDER/test_loop.py has the tests, and says how to start and how to print a
+are still to be written. A few lines of MicroBatch.__init__ are given, because they are not the
+point of the exercise. FOLDER/test_loop.py has the tests, and says how to start and how to print a
 grade. gspo.py, grading.py and the folder support/ are needed by these two. Nothing is overwritten.
 Be careful: gspo.py is the solution of the first homework, so hand out this homework after it.
 
@@ -17,6 +18,7 @@ file takes about ten seconds.
 """
 import argparse
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -29,20 +31,23 @@ HINTS = {
     "MicroBatch.__init__": """
         # self.indices: the list of indices.
         # self.ids (b, L): prompt, then response, padded on the right.
-        # self.mask (b, L - 1), bool: is ids[:, 1:] a token of the response?
-        # self.advantages (b,): of these responses; None if none are given.
-        # self.old_log_probs: None until phase 3.""",
+        # self.mask (b, L - 1), bool: is ids[:, 1:] a token of the response that the model sampled?
+        # rollout.is_sampled[i] has the answer for each token of response i.
+        # self.advantages (b,): of these responses.
+        # ids, mask and advantages are on `device`. The other attributes are given below.""",
     "response_log_probs": """
     # Start with the three lines of the docstring. The result is 0 where batch.mask is 0. You do not
     # need to save memory.""",
     "phase 3": """
-    # Make `minibatches` with parts.build_minibatches(prompts, responses, advantages, cfg), which
-    # takes a prompt for each response. Give each of their micro-batches its old_log_probs, without
-    # a gradient, by parts.response_log_probs(model, batch, temperature).""",
+    # Make `minibatches` with parts.build_minibatches(rollout, advantages, cfg). Give each of their
+    # micro-batches its old_log_probs, without a gradient, by parts.response_log_probs(model, batch,
+    # temperature). Set its is_on_policy to True, which the metrics need. You do not need to support
+    # old log-probs that a part of a user has set.""",
     "phase 4": """
-    # Of phase 3, use only `minibatches`. parts.loss(log_probs, old_log_probs, advantages, mask,
-    # eps_low, eps_high, denominator=...) is what one micro-batch adds to the loss of its minibatch.
-    # build_minibatches has left out the responses of advantage 0: what, then, is the denominator?
+    # Of phase 3, use only `minibatches`. algorithm.loss(log_probs, old_log_probs, advantages, mask,
+    # eps_low, eps_high, denominator, **batch.extra) is what one micro-batch adds to the loss of its
+    # minibatch. build_minibatches has left out the responses of advantage 0: what, then, is the
+    # denominator?
     # The gradient is clipped to norm 1. cfg.clip_range() is (eps_low, eps_high). The backward pass
     # may be put into `with tf32_matmuls():`, which makes it faster on CUDA.
     # The metrics need two lists with an entry per optimizer step. An entry of `updates` is a list
@@ -51,9 +56,12 @@ HINTS = {
 }
 
 
+GIVEN = re.compile("log_probs|extra|for i in indices|prompt, response")  # lines of a blank
+
+
 def is_end(node):
     """Whether this statement of train_step is the first one after phase 4."""
-    return isinstance(node, ast.Return) or "check_weights" in ast.unparse(node)
+    return isinstance(node, ast.Return) or "check_finite" in ast.unparse(node)
 
 
 def statements(source):
@@ -97,15 +105,20 @@ def homework():
 
 
 def assignment():
-    """train_math.py without these statements; docstrings, and the comments before them, stay."""
+    """train_math.py without these statements; docstrings, and the comments before them, stay.
+
+    In MicroBatch.__init__, the lines that GIVEN finds stay, too."""
     source = (ROOT / "train_math.py").read_text(encoding="utf-8")
     lines = source.splitlines()
     answers = statements(source)
     for name, body in sorted(answers.items(), key=lambda item: -item[1][0].lineno):
         indent = " " * body[0].col_offset
-        lines[body[0].lineno - 1:body[-1].end_lineno] = [
+        blank = slice(body[0].lineno - 1, body[-1].end_lineno)
+        given = filter(GIVEN.search, lines[blank]) if name == "MicroBatch.__init__" else []
+        lines[blank] = [
             *HINTS[name].splitlines()[1:],
-            f'{indent}raise NotImplementedError("{name} is still to be written")']
+            f'{indent}raise NotImplementedError("{name} is still to be written")',
+            *given]
     return "\n".join(lines) + "\n"
 
 

@@ -20,6 +20,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import matplotlib
 import torch
@@ -162,8 +163,7 @@ class Visits:
         # The tensor is kept, so that its id is not used again within the step.
         _, masks = self.clipped.setdefault(id(old_log_probs), (old_log_probs, []))
         masks.append((above | below)[has_gradient])
-        return gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high,
-                         denominator=denominator)
+        return gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator)
 
     def on_step(self, row):
         if row["step"] == 0:  # the model before training
@@ -188,7 +188,9 @@ def count_visits(epochs):
     questions, _ = train_math.load_questions(cfg)
     model, tokenizer = train_math.load(folder / "model", "cpu")
     visits = Visits()
-    train_math.train(cfg, model, tokenizer, questions, loss=visits.loss, on_step=visits.on_step)
+    counted = train_math.ALGORITHMS["gspo"]._replace(loss=visits.loss)
+    with mock.patch.dict(train_math.ALGORITHMS, gspo=counted):
+        train_math.train(cfg, model, tokenizer, questions, on_step=visits.on_step)
     write(RESULTS / f"visits_{epochs}.jsonl", visits.rows)
     print(f"{epochs} epochs, all steps: " + ", ".join(
         f"{key} {sum(row[key] for row in visits.rows)}" for key in list(visits.rows[0])[2:]))

@@ -12,6 +12,7 @@ blanks, and it counts only if all blanks are correct. The tests find the phases 
 a table of six weights, whose gradient fits on one line.
 """
 import ast
+import copy
 import functools
 import importlib.util
 import itertools
@@ -118,7 +119,7 @@ def split_train_step(source):
         marks.append(found[0])
     parts = [[], [], []]
     for node in step.body:
-        if isinstance(node, ast.Return) or "check_weights" in ast.unparse(node):
+        if isinstance(node, ast.Return) or "check_finite" in ast.unparse(node):
             break
         parts[sum(mark < node.lineno for mark in marks)].append(node)
     return step, *parts
@@ -128,12 +129,12 @@ def split_train_step(source):
 def code_of(source, number):
     """train_step up to the end of one phase, as a function that returns its local variables.
 
-    For phase 4, phase 3 is not run. The tests provide `minibatches` and `prompts` instead."""
+    For phase 4, phase 3 is not run. The tests provide `minibatches` instead."""
     step, before, remember, update = split_train_step(source)
     if number == 3:
         body = before + remember
     else:
-        given = "prompts, minibatches = the_tests_make_them(rollout, advantages, cfg)"
+        given = "minibatches = the_tests_make_them(rollout, advantages, cfg)"
         body = before + ast.parse(given).body + update
     body = body + ast.parse("return locals()").body
     function = ast.FunctionDef("one_phase", step.args, body, decorator_list=[])
@@ -155,12 +156,27 @@ def tokens(words):
     return [[END if letter == "." else int(letter) for letter in word] for word in words.split()]
 
 
-PROMPTS = tokens("2 33 444 5555")
-RESPONSES = tokens("23. 4. 550. . 0. 34. 2. 503. 44. . 025. 3. 5. 20. . 433.")  # four to each
+PROMPTS = [prompt for prompt in tokens("2 33 444 5555") for _ in range(4)]
+RESPONSES = tokens("23. 4. 550. . 0. 34. 2. 503. 44. . 025. 3. 5. 20. . 433.")
 ADVANTAGES = torch.tensor([3, -1, -1, -1, 2, 2, -2, -2]).repeat(2) / 4
 TOKENS = torch.tensor([(response + [0, 0, 0])[:4] for response in RESPONSES])
 MASK = torch.arange(4) < torch.tensor([[len(response)] for response in RESPONSES])
 TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the logit of each word, whatever came before it
+
+
+def rollout_of(prompts, responses, not_sampled=()):
+    """The Rollout of these responses. not_sampled: pairs (response, token) that a tool wrote."""
+    is_sampled = [[True] * len(response) for response in responses]
+    for i, t in not_sampled:
+        is_sampled[i][t] = False
+    n = len(responses)
+    return loop.Rollout(
+        questions=[{"question": ""} for _ in range(n)],
+        prompts=prompts,
+        responses=responses,
+        log_probs=torch.zeros(n, 4),
+        texts=[""] * n,
+        is_sampled=is_sampled)
 
 
 def log_probs_of(weights, batch, temperature=1.0):
@@ -183,7 +199,7 @@ class Run:
     def __init__(self, number, advantages=ADVANTAGES, **settings):
         self.number = number
         self.policy = Table()
-        self.prompts = None  # the prompts that build_minibatches got
+        self.given = None    # what build_minibatches got
         self.asked = []      # (micro-batch, temperature) of each forward
         self.losses = []     # the arguments of each loss
         self.weights = []    # before each optimizer step
@@ -194,25 +210,25 @@ class Run:
         optimizer.register_step_pre_hook(self.before_step)
         size = {"group_size": 4, "prompts_per_step": 4, "minibatches": 2, "max_steps": 1}
         cfg = loop.Settings(device="cpu", learning_rate=0.5, **size, **settings)
-        sampled = loop.Rollout(PROMPTS, RESPONSES, [""] * 16, torch.zeros(16, 4))
+        self.rollout = rollout_of(PROMPTS, RESPONSES)
+        algorithm = loop.ALGORITHMS["gspo"]._replace(
+            loss=self.loss, advantages=lambda *_: advantages)
+        parts = loop.Parts(
+            sample=lambda *_: self.rollout,
+            reward=lambda **columns: [0.0] * 16,
+            build_minibatches=self.build,
+            response_log_probs=self.log_probs)
         stubs = {
             "build_minibatches": self.build,
             "response_log_probs": self.log_probs,
             "the_tests_make_them": self.make,
         }
-        replaced = {
-            "sample": lambda *_, **__: sampled,
-            "reward": lambda **columns: [0.0] * 16,
-            "group_advantages": lambda *_: advantages,
-            "build_minibatches": self.build,
-            "response_log_probs": self.log_probs,
-            "loss": self.loss,
-        }
         questions = [{"question": ""}] * 4
         try:
-            with mock.patch.multiple(loop, create=True, **stubs):
+            with (mock.patch.multiple(loop, create=True, **stubs),
+                  mock.patch.dict(loop.ALGORITHMS, gspo=algorithm)):
                 self.locals = phase(number)(
-                    self.policy, None, optimizer, questions, 1, cfg, **replaced)
+                    self.policy, None, optimizer, questions, 1, cfg, parts)
         except NotImplementedError:
             fail(f"phase {number} is still to be written")
         except NameError as error:
@@ -238,17 +254,18 @@ class Run:
                 continue
             minibatches.append([])
             for rows in minibatch.split(3):
-                first = torch.tensor([[PROMPTS[i // 4][-1]] for i in rows.tolist()])
+                first = torch.tensor([[PROMPTS[i][-1]] for i in rows.tolist()])
                 minibatches[-1].append(SimpleNamespace(
                     indices=rows.tolist(),
                     ids=torch.cat([first, TOKENS[rows]], dim=1),
                     mask=MASK[rows],
                     advantages=advantages[rows],
-                    old_log_probs=None))
+                    old_log_probs=None,
+                    extra={}))
         return minibatches
 
-    def build(self, prompts, *_):
-        self.prompts = prompts
+    def build(self, rollout, advantages, cfg, keeps_all=False):
+        self.given = rollout, advantages
         self.built = self.micro_batches(self.advantages)
         return self.built
 
@@ -262,18 +279,19 @@ class Run:
         self.built = self.micro_batches(self.advantages)
         for batch in itertools.chain(*self.built):
             batch.old_log_probs = self.old_log_probs(batch)
-        return [prompt for prompt in PROMPTS for _ in range(4)], self.built
+        return self.built
 
     def log_probs(self, model, batch, temperature):
         self.asked.append((batch, temperature))
         return log_probs_of(model.weights, batch, temperature)
 
-    def loss(self, log_probs, old, advantages, mask, eps_low, eps_high, denominator=None):
+    def loss(
+            self, log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
         """The loss of REINFORCE. It has no ratio, so its gradient does not depend on old log-probs.
         """
         eps = eps_low, eps_high
         self.losses.append(SimpleNamespace(
-            log_probs=log_probs, old=old, advantages=advantages, mask=mask, eps=eps))
+            log_probs=log_probs, old=old_log_probs, advantages=advantages, mask=mask, eps=eps))
         mean = (log_probs * mask).sum(dim=1) / mask.sum(dim=1)
         return -(advantages * mean).sum() / (denominator or len(advantages))
 
@@ -329,6 +347,12 @@ class Run:
 
 
 def tiny_qwen():
+    """A copy of a tiny model with random weights."""
+    return copy.deepcopy(first_qwen())
+
+
+@functools.cache
+def first_qwen():
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=WORDS,
@@ -350,8 +374,9 @@ class TestMicroBatch:
     PROMPTS = tokens("22 3 4444")
     ANSWERS = tokens("50. 555 .")  # the second was cut: it has no end token
 
-    def made(self, rows, advantages=None, device="cpu"):
-        return loop.MicroBatch(self.PROMPTS, self.ANSWERS, rows, device, advantages)
+    def made(self, rows, device="cpu", not_sampled=()):
+        rollout = rollout_of(self.PROMPTS, self.ANSWERS, not_sampled)
+        return loop.MicroBatch(rollout, torch.tensor([0.5, -1.0, 2.0]), rows, device)
 
     def test_ids_are_the_prompt_then_the_response(self):
         batch = self.made([1, 0])
@@ -384,23 +409,27 @@ class TestMicroBatch:
         check(mask.sum(dim=1), [3, 1], "the end token belongs to the response: make the mask "
               "from lengths, because a model may use its end token for padding")
 
+    def test_mask_is_0_on_a_token_that_the_model_did_not_sample(self):
+        """A tool has written the second token of the first response."""
+        mask = self.made([0, 1], not_sampled=[(0, 1)]).mask
+        hint = "the mask must be 0 on tokens that the model did not sample: use rollout.is_sampled"
+        check(mask, tokens("0101 1110"), hint)
+
     def test_mask_is_boolean(self):
         mask = self.made([0, 2]).mask
         if mask.dtype != torch.bool:
             fail(f"the mask must be a boolean tensor, because it is an index; it is {mask.dtype}")
 
     def test_advantages_are_of_the_rows_asked_for_in_this_order(self):
-        batch = self.made([1, 0], torch.tensor([0.5, -1.0, 2.0]))
+        batch = self.made([1, 0])
         hint = "advantages (b,) hold the advantage of each response"
         check(batch.advantages, [-1.0, 0.5], hint, mistakes=[
             ([0.5, -1.0], "advantages must be those of `indices`, in their order"),
             ([0.5, -1.0, 2.0], "advantages must hold only those of `indices`")])
-        if self.made([1, 0]).advantages is not None:
-            fail("advantages must be None if none are given")
 
     def test_is_on_the_device_asked_for(self):
         """The meta device exists on every machine."""
-        batch = self.made([0, 1], torch.tensor([0.5, -1.0, 2.0]), device="meta")
+        batch = self.made([0, 1], device="meta")
         for name in "ids", "mask", "advantages":
             device = getattr(batch, name).device.type
             if device != "meta":
@@ -491,14 +520,12 @@ class TestResponseLogProbs:
 
 
 class TestPhase3Remember:
-    def test_build_minibatches_gets_a_prompt_for_each_response(self):
-        prompts = Run(3).prompts
-        if len(prompts) != 16:
-            fail(f"build_minibatches takes a prompt for each response, here 16, not {len(prompts)}")
-        got = [PROMPTS.index(prompt) for prompt in prompts]
-        check(got, torch.arange(16) // 4, "each prompt must be there group_size times, side by "
-              "side (these are the numbers of the prompts)", mistakes=[
-            (torch.arange(16) % 4, "repeat each prompt side by side, not all in turn")])
+    def test_build_minibatches_gets_the_rollout_and_its_advantages(self):
+        run = Run(3)
+        if run.given[0] is not run.rollout:
+            fail("build_minibatches takes the rollout, and not only its prompts or responses")
+        hint = "build_minibatches takes the advantages of phase 2, and not the rewards"
+        check(run.given[1], ADVANTAGES, hint, 0)
 
     def test_minibatches_are_those_of_build_minibatches(self):
         run = Run(3)
@@ -514,6 +541,12 @@ class TestPhase3Remember:
             before = log_probs_of(TABLE, batch)
             hint = "old_log_probs are response_log_probs of the policy"
             check(batch.old_log_probs, before, hint, 0)
+
+    def test_each_micro_batch_is_on_policy(self):
+        for batch in itertools.chain(*Run(3).built):
+            if not getattr(batch, "is_on_policy", False):
+                fail("is_on_policy must be True for a micro-batch whose old log-probs are computed "
+                     "here, because the metrics need it")
 
     def test_old_log_probs_are_without_a_gradient(self):
         run = Run(3)
@@ -637,11 +670,12 @@ class TestWholeStep:
         rewards = [float(r.count(2) - r.count(3)) for r in RESPONSES]
         model = tiny_qwen()
         optimizer = torch.optim.SGD(model.parameters())
-        sampled = loop.Rollout(PROMPTS, RESPONSES, [""] * 16, torch.zeros(16, 4))
+        parts = loop.Parts(
+            sample=lambda *_: rollout_of(PROMPTS, RESPONSES), reward=lambda **columns: rewards)
         cfg = loop.Settings(device="cpu", group_size=4, prompts_per_step=4, minibatches=2,
                             max_steps=1, epochs=2, learning_rate=0.1)
-        row = loop.train_step(model, None, optimizer, [{"question": ""}] * 4, 1, cfg,
-                              sample=lambda *_, **__: sampled, reward=lambda **columns: rewards)
+        questions = [{"question": ""}] * 4
+        row = loop.train_step(model, None, optimizer, questions, 1, cfg, parts)
         hint = "in the first minibatch, every ratio must be exactly 1"
         check(row["log_ratio_first_max"], 0.0, hint, 0)
         prompt = torch.tensor(PROMPTS[:1])

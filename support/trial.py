@@ -27,7 +27,8 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     longest = check_prompts(model, prompts, questions, cfg.max_completion_length)
     tqdm.write(f"a complete prompt: {tokenizer.decode(prompts[0])!r}")
     short = replace(cfg, max_completion_length=8, group_size=2, minibatches=1)
-    two = [questions[0] | {"question": "?"}, questions[longest]]  # prompts of different lengths
+    texts = "?", questions[longest]["question"]  # prompts of different lengths
+    two = [questions[0] | {"question": text} for text in texts]
     rollout = parts.sample(model, tokenizer, two, 1, 0.0, short, parts)
     check_rollout(rollout, two, 1)
     rewards, _ = score_rollout(parts.reward, rollout, short)

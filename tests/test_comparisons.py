@@ -1,5 +1,4 @@
-"""experiments/comparisons: the parts of its variants, the tasks and the runs. The arithmetic of
-experiments/tiny/exact.py is tested here, too. tests/test_tables.py tests the tables."""
+"""experiments/comparisons: parts, tasks and runs, and the arithmetic of tiny/exact.py."""
 import itertools
 import json
 import math
@@ -14,6 +13,7 @@ import train_math
 from common.logs import write
 from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments.comparisons import parts, report, runs, settings, successors
+from experiments.precision import rounding
 from experiments.tiny import exact
 from gspo import clip_fraction, grpo_loss, gspo_loss, sequence_ratio
 
@@ -296,6 +296,12 @@ def test_bf16_log_probs_are_rounded_and_returned_in_float32(model):
     assert model.lm_head.weight.grad.norm() > 0
 
 
+def test_rounding_decodes_given_responses(model):
+    prompts = [[5, 6], [7]]
+    responses, log_probs = rounding.generate(model, prompts, 6)
+    assert_close(rounding.decode(model, prompts, responses), log_probs)
+
+
 class TestTasks:
     def test_fibonacci_has_correct_answers(self):
         for seed in range(50):
@@ -397,12 +403,10 @@ class TestRuns:
         """Two rollouts of 4 x 4 responses of a model with random weights. The reward is 1 if the
         number of different letters is odd."""
         def questions(seed, n):
-            row = {"question": "Eve?", "answer": "#### 1"}
-            return [row] * (8 if seed == "held out" else n)
+            return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
 
         def reward(prompts, completions, answer, **columns):
-            letters = [len(set(completion)) for completion in completions]
-            return [float(n % 2) for n in letters]
+            return [float(len(set(completion)) % 2) for completion in completions]
 
         own = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
         for name in settings.TASKS:
@@ -413,7 +417,7 @@ class TestRuns:
         monkeypatch.setattr(runs, "COLD", tmp_path)
         monkeypatch.setattr(parts, "task_reward", reward)
 
-    @pytest.mark.parametrize("name", settings.EXPERIMENTS.keys() - settings.RETIRED)
+    @pytest.mark.parametrize("name", [x for x in settings.EXPERIMENTS if x not in settings.RETIRED])
     def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
         gradients = {}
         for spec in report.variants_of(name):
@@ -424,10 +428,8 @@ class TestRuns:
                 assert len(row["reward"]) == 2
                 assert json.loads(json.dumps(row)) == row
                 self.GRADIENTS[kind] = json.dumps(row["grad_norm"])
-            if spec["algorithm"] != "gspo_token":
-                gradients[kind] = self.GRADIENTS[kind]
-        different = set(gradients.values())
-        assert len(different) == len(gradients), "a part has no effect"
+            gradients[kind] = self.GRADIENTS[kind]
+        assert len(set(gradients.values())) == len(gradients), "a part has no effect"
 
     def test_that_exist_are_not_repeated(self, tmp_path, monkeypatch):
         monkeypatch.setattr(runs.multiprocessing, "get_context", None)  # must not be called

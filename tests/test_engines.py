@@ -375,7 +375,9 @@ def test_lora_trains_its_adapters_alone():
     cfg = train_math.Settings(
         output_dir=None, device="cpu", instruction="", prompts_per_step=4, group_size=4,
         minibatches=2, max_steps=2, max_completion_length=8, learning_rate=1e-2)
-    train_math.check_model(model, tokenizer, [{"question": "Ann?"}], cfg, reward=length_reward)
+    parts = train_math.Parts(reward=length_reward)
+    train_math.check_model(
+        model, tokenizer, [{"question": "Ann?"}], cfg, parts, train_math.ALGORITHMS)
     rows = train_math.train(cfg, model, tokenizer, [{"question": "Ann?"}, {"question": "Bob, 2?"}],
                             reward=length_reward)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}

@@ -1,9 +1,11 @@
 """common/intervals.py and common/evaluate.py: the answers of models to held-out questions."""
 import pytest
+import torch
 
 from common import evaluate
 from common.intervals import accuracy_text, paired
 from common.logs import read
+from support import cuda_sampling
 from tests.conftest import one_line, sums, write_jsonl
 
 
@@ -50,7 +52,17 @@ class TestCommand:
         monkeypatch.setattr(evaluate.train_math, "load", None)
         capsys.readouterr()
         evaluate.main([str(path), *flags, "--temperature", "1"])
-        assert "| before | at temperature 1.0 |" in capsys.readouterr().out
+        assert "| before | at temperature 1.0, float32 |" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("refused, expected", [
+        (None, "float32"), (set(), "float16"), ({torch.float16}, "bfloat16")])
+    def test_says_which_precision_cuda_has_used(self, fresh, monkeypatch, refused, expected):
+        model, _ = fresh
+        if refused is not None:  # static_rollout was used
+            monkeypatch.setitem(cuda_sampling.REFUSED, model, refused)
+        assert evaluate.precision(model, 1.0, "cuda") == expected
+        assert evaluate.precision(model, 0.0, "cuda") == "float32"
+        assert evaluate.precision(model, 1.0, "cpu") == "float32"
 
     def test_compares_each_file_with_the_first(self, tmp_path, capsys):
         for name, right in ("before", [0, 0, 1, 1]), ("after", [1, 1, 1, 1]):

@@ -1,20 +1,21 @@
-"""The recipes of guides/, beyond that their blocks run: what they compute is right."""
+"""The recipes of guides/, beyond that their blocks run: what they compute is right. The recipes
+with a loss, a sampler or a state of their own are in test_recipes.py."""
 import copy
-import itertools
+import http.server
+import io
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
 
 import gspo
 import train_math
 from common.logs import read
 from tests.conftest import parity_reward, run, settings, sums
-from tests.test_forks import engine  # noqa: F401, a fixture
 
 GUIDES = Path(__file__).resolve().parents[1] / "guides"
 
@@ -43,8 +44,41 @@ def test_several_rewards_are_logged(fresh):
     questions = [{"question": f"{i}?", "answer": str(i)} for i in range(8)]
     rows = train_math.train(settings(max_steps=1), *fresh, questions, questions[:2], reward=reward)
     for row, prefix in (rows[0], "eval_"), (rows[1], ""), (rows[1], "eval_"):
-        mean = row[f"{prefix}accuracy"] + 0.2 * row[f"{prefix}short"]
-        assert row[f"{prefix}reward"] == pytest.approx(mean) and row[f"{prefix}short"] == 1
+        assert set(row[f"{prefix}short"]) == {1}
+        assert row[f"{prefix}reward"] == pytest.approx(row[f"{prefix}accuracy"] + 0.2)
+
+
+def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
+    seen = []
+
+    def reward(prompts, completions, completion_ids, cut, log_metric, **columns):
+        seen.append((completions, completion_ids, cut))
+        lengths = [len(ids) for ids in completion_ids]
+        log_metric("lengths", lengths)
+        return [0.01 * length - 0.5 * is_cut for length, is_cut in zip(lengths, cut)]
+
+    cfg = settings(max_steps=2, max_completion_length=60)
+    rows = train_math.train(cfg, *fresh, sums(8), sums(2), reward=reward)
+    for texts, ids, cut in seen:
+        assert texts == fresh[1].batch_decode(ids, skip_special_tokens=True)
+        assert cut == [len(response) == cfg.max_completion_length for response in ids]
+    assert any(any(cut) for _, _, cut in seen) and not all(all(cut) for _, _, cut in seen)
+    assert rows[2]["eval_lengths"] == [len(response) for response in seen[-1][1]]
+
+
+def test_the_reward_gets_the_rows_that_a_sample_has_chosen(fresh):
+    asked = []
+
+    def reward(prompts, completions, answer, index=None, **columns):
+        asked.append((answer, index))
+        return parity_reward(prompts, completions)
+
+    def sample(model, tokenizer, questions, *others):
+        rows = [{"question": "?", "answer": "other", "index": i} for i in range(len(questions))]
+        return train_math.sample(model, tokenizer, rows, *others)
+
+    train_math.train(settings(max_steps=1), *fresh, sums(8), reward=reward, sample=sample)
+    assert asked == [(["other"] * 16, [i for i in range(4) for _ in range(4)])]
 
 
 @pytest.mark.parametrize("text", [r"\boxed{5 + 3}", r"\boxed{7!}", r"\boxed{42 000}", "#### 5-3"])
@@ -79,83 +113,16 @@ def system_run(world, command, tmp_path, monkeypatch):
 
 
 def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(system_run, capsys):
-    row = names_of("own_task.md", "train_math.evaluate(")["row"]
+    names = names_of("own_task.md", "train_math.evaluate(")
+    row = names["row"]
     of_run = read(system_run / "metrics.jsonl")[-1]
     assert row["eval_reward"] == of_run["eval_reward"] and row["eval_questions"] == 4
     assert row["eval_results"] == read(system_run / "eval_1.jsonl")
     assert capsys.readouterr().out.splitlines()[-1] == str(row["eval_reward"])
-
-
-def test_the_recipe_for_asking_uses_the_prompt_of_the_training(system_run, monkeypatch):
-    prompts = []
-    template = PreTrainedTokenizerBase.apply_chat_template
-
-    def recording(*arguments, **more):
-        encoded = template(*arguments, **more)
-        prompts.append(encoded["input_ids"].tolist())
-        return encoded
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PreTrainedTokenizerBase, "apply_chat_template", recording)
-        tokenizer = names_of("own_task.md", "pipeline(")["ask"].tokenizer
-    saved = json.loads((system_run / "metrics.jsonl").read_text().splitlines()[0])["settings"]
-    del saved["questions"]
-    cfg = train_math.Settings(**saved)
-    of_training = train_math.encode_prompts(tokenizer, [{"question": "What is 12 * 12?"}], cfg)
-    assert prompts == [of_training]
-    shown = tokenizer.decode(of_training[0])
-    assert all(words in shown for words in ("Be brief.", "reason step by step", "False"))
-
-
-def test_an_optimizer_keeps_the_learning_rate_of_its_other_groups(fresh):
-    weights = list(fresh[0].parameters())
-    groups = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.25}]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    train_math.train(settings(max_steps=2), *fresh, sums(8), reward=parity_reward,
-                     optimizer=optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(1e-4), 0.25]
-
-
-@pytest.fixture
-def kl(command, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["mine.py", *command])
-    monkeypatch.setattr(train_math, "ALGORITHMS", dict(train_math.ALGORITHMS))
-    return names_of("own_task.md", "gspo_kl")
-
-
-def test_the_kl_penalty_is_the_formula(kl):
-    batch = train_math.MicroBatch([[5], [5]], [[6, 7], [8]], [0, 1], "cpu", torch.tensor([1.0, 0]))
-    batch.reference_log_probs = torch.tensor([[-1.0, -2.0], [-1.5, 0]])
-    new = torch.tensor([[-1.2, -1.0], [-1.0, -3.0]])  # the last one is padding
-    loss = kl["loss_with_kl"](new, new, batch.advantages, batch.mask, 3e-4, 4e-4, denominator=2,
-                              batch=batch, cfg=None)
-    first = (1.2214028 - 1 - 0.2) / 2 + (0.3678794 - 1 + 1) / 2  # e^d - 1 - d at d = 0.2 and -1
-    second = 0.6065307 - 1 + 0.5  # d = -0.5
-    assert loss.item() == pytest.approx(-1 / 2 + 0.1 * (first + second) / 2, abs=1e-6)
-
-
-def test_the_kl_penalty_reaches_all_responses(kl, fresh):
-    """All rewards are equal, and there is a gradient unless the policy is the reference."""
-    sizes = []
-
-    def build_minibatches(*arguments):
-        minibatches = kl["build_minibatches"](*arguments)
-        sizes.append(sum(len(batch.indices) for batch in itertools.chain(*minibatches)))
-        return minibatches
-
-    norms = []
-    for factor in 1, 1.5:
-        model = copy.deepcopy(kl["reference"])
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(factor)
-        rows = train_math.train(
-            settings(algorithm="gspo_kl", max_steps=1, minibatches=1), model, fresh[1], sums(8),
-            reward=lambda completions, **columns: [1.0] * len(completions),
-            build_minibatches=build_minibatches)
-        norms.append(rows[1]["grad_norm"])
-    assert norms[0] < 1e-6 < 1e-3 < norms[1]
-    assert sizes == [16, 16]
+    page = (GUIDES / "own_task.md").read_text(encoding="utf-8")
+    asked = json.loads(re.search(r"such as\s`(\[{.*?}\])`", page, re.DOTALL)[1])
+    row = train_math.evaluate(names["model"], names["tokenizer"], asked, names["cfg"])
+    assert row["eval_results"][0]["gold"] == "144" and row["eval_results"][0]["response"]
 
 
 def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeypatch):
@@ -182,15 +149,99 @@ def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeyp
     assert equal[1] < equal[0] / 2
 
 
-def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, engine):  # noqa: F811
-    rollout = names_of("own_task.md", "engine_at")["engine_at"](engine.url)
+class Engine(http.server.BaseHTTPRequestHandler):
+    """A small server that samples with the weights that it was sent."""
+
+    def do_POST(self):
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        answer = b""
+        if self.path == "/weights":
+            if self.server.takes_weights:
+                state = torch.load(io.BytesIO(data))
+                self.server.model.load_state_dict(state)
+                self.server.model.to(self.server.dtype)
+        else:
+            asked = json.loads(data)
+            responses, log_probs = train_math.generate(
+                self.server.model, asked["prompts"], asked["n"], asked["max_length"],
+                asked["temperature"], torch.tensor(asked["end_ids"]))
+            rows = [row[:len(r)].tolist() for r, row in zip(responses, log_probs)]
+            answer = json.dumps({"responses": responses, "log_probs": rows}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def engine(fresh):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    server.model = copy.deepcopy(fresh[0])
+    server.dtype = torch.float32
+    server.takes_weights = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, engine):
+    generate = names_of("own_task.md", "engine_at")["engine_at"](engine.url)
     cfg = settings(max_steps=3)
-    train_math.check_model(*fresh, sums(4), cfg, reward=parity_reward, rollout=rollout)
-    rows = train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward, rollout=rollout)
+    parts = {"reward": parity_reward, "generate": generate}
+    rows = train_math.train(cfg, *fresh, sums(8), sums(2), **parts)
     assert all(row["sampler_gap"] < 1e-6 for row in rows[1:])
+    assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
     engine.takes_weights = False
-    rows = train_math.train(cfg, *fresh, sums(8), reward=parity_reward, rollout=rollout)
+    rows = train_math.train(cfg, *fresh, sums(8), **parts)
     assert rows[3]["sampler_gap"] > 1e-3
+
+
+def test_an_engine_in_half_precision_passes_the_trial(fresh, engine):
+    engine.dtype = torch.bfloat16
+    generate = names_of("own_task.md", "engine_at")["engine_at"](engine.url)
+
+    def another_model(*arguments):
+        responses, log_probs = generate(*arguments)
+        return responses, log_probs - 1
+
+    def trial(generate):
+        parts = train_math.Parts(reward=parity_reward, generate=generate)
+        train_math.check_model(*fresh, sums(4), settings(), parts, train_math.ALGORITHMS)
+
+    trial(generate)
+    with pytest.raises(ValueError, match="eight sampled tokens differ"):
+        trial(another_model)
+
+
+def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
+    """Gradient checkpointing keeps less for the backward pass, and changes no number."""
+    recipe = names_of("own_task.md", "gradient_checkpointing_enable")
+    weights = []
+    kept = []
+    for load, parts in [(train_math.load, {}), (recipe["load"], {
+            "response_log_probs": recipe["response_log_probs"]})]:
+        model, tokenizer = load(str(world / "model"), "cpu")
+        numbers = 0
+
+        def count(x):
+            nonlocal numbers
+            numbers += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            rows = train_math.train(settings(max_steps=2), model, tokenizer, sums(8),
+                                    reward=parity_reward, **parts)
+        assert rows[-1]["log_ratio_first_max"] == 0 and not model.training
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        kept.append(numbers)
+    before, _ = train_math.load(str(world / "model"), "cpu")
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], torch.cat([p.flatten() for p in before.parameters()]))
+    assert kept[1] < kept[0] / 2
 
 
 # ---- paste.md ------------------------------------------------------------------------------------

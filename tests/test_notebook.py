@@ -4,12 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-CELLS = json.loads((ROOT / "lesson" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+from tests.conftest import TOP
+
+CELLS = json.loads((TOP / "lesson" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 TEXT = "".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
 
@@ -25,8 +25,9 @@ def execute(cells, folder):
     )
 
 
+@pytest.mark.slow
 def test_runs_from_the_first_cell_to_the_last():
-    done = execute(CODE, ROOT / "lesson")
+    done = execute(CODE, TOP / "lesson")
     assert done.returncode == 0, done.stderr
     assert "[1.5, -0.5, -0.5, -0.5]\n[0.0, 0.0, 0.0, 0.0]\n" in done.stdout
     assert "gspo_loss  A = +1  [0.0, 0.0, 0.0, 0.0]" in done.stdout
@@ -40,33 +41,25 @@ def test_runs_from_the_first_cell_to_the_last():
     assert done.stdout.count("a picture: ") == 2
 
 
-def test_holds_no_output_and_says_how_to_shorten_it():
+def test_holds_no_output_says_how_to_shorten_it_and_links_to_files():
     assert 12 <= len(CELLS) <= 20
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in CELLS)
     assert "NOTEBOOK_STEPS" in CODE[0] and "OMP_NUM_THREADS" in CODE[0]
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", TEXT):
+        assert (TOP / "lesson" / link).exists(), link
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\((?!https?:)([^)#]+)", TEXT))
-def test_links_to_files_that_exist(link):
-    assert (ROOT / "lesson" / link).exists()
-
-
-class TestFirstCell:
-    def test_clones_the_repository_if_it_is_not_in_one(self, tmp_path):
-        source = tmp_path / "source"
-        source.mkdir()
-        (source / "train_math.py").write_text("")
-        (source / "requirements.txt").write_text("")
-        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
-            subprocess.run(["git", *command], cwd=source, check=True)
-        here = tmp_path / "here"
-        here.mkdir()
-        cell = CODE[0].replace('REPOSITORY = ""', f"REPOSITORY = {source.as_uri()!r}")
-        for _ in range(2):  # the second time, the clone is found
-            done = execute([cell, "print(os.getcwd())"], here)
-            assert done.stdout.splitlines()[-1] == str(here / "gspo"), done.stderr
-
-    def test_says_what_to_do_if_it_has_no_address(self, tmp_path):
-        done = execute(CODE[:1], tmp_path)
-        assert "Put its address into REPOSITORY" in done.stderr
+def test_clones_the_repository_if_it_is_not_in_one(tmp_path):
+    source, here = tmp_path / "source", tmp_path / "here"
+    source.mkdir()
+    here.mkdir()
+    for name in "train_math.py", "requirements.txt":
+        (source / name).write_text("")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=source, check=True)
+    assert "Put its address into REPOSITORY" in execute(CODE[:1], here).stderr
+    cell = CODE[0].replace('REPOSITORY = ""', f"REPOSITORY = {source.as_uri()!r}")
+    for _ in range(2):  # the second time, the clone is found
+        done = execute([cell, "print(os.getcwd())"], here)
+        assert done.stdout.splitlines()[-1] == str(here / "gspo"), done.stderr

@@ -8,13 +8,9 @@ import torch
 from lesson import seeds, tiny
 
 
-@pytest.fixture
-def no_picture(monkeypatch):
+def test_the_table_is_that_of_the_logs(monkeypatch):
     for name in "draw", "draw_collapse":
         monkeypatch.setattr(seeds, name, lambda runs, path: None)
-
-
-def test_the_table_is_that_of_the_logs(no_picture):
     assert seeds.tabulate() == (seeds.RESULTS / "table.md").read_text()
 
 

@@ -4,10 +4,12 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-GUIDE = (ROOT / "lesson" / "teaching.md").read_text(encoding="utf-8")
+import pytest
+
+from tests.conftest import TOP
+
+GUIDE = (TOP / "lesson" / "teaching.md").read_text(encoding="utf-8")
 
 
 def blocks_below(heading):
@@ -17,17 +19,17 @@ def blocks_below(heading):
 
 
 def run(commands, folder):
-    commands = commands.replace("python3 ", f"{sys.executable} ")
-    command = ["bash", "-e", "-c", commands]
+    command = ["bash", "-e", "-c", commands.replace("python3 ", f"{sys.executable} ")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_gradescope_gets_points_for_each_function(tmp_path):
     for name in "source", "submission", "results":
         (tmp_path / name).mkdir()
-    (tmp_path / "source" / "gspo").symlink_to(ROOT)
-    right = (ROOT / "gspo.py").read_text(encoding="utf-8")
+    (tmp_path / "source" / "gspo").symlink_to(TOP)
+    right = (TOP / "gspo.py").read_text(encoding="utf-8")
     wrong = right.replace("return (above | below).sum()", "return above.sum()")
     assert wrong != right
     (tmp_path / "submission" / "my_gspo.py").write_text(wrong, encoding="utf-8")
@@ -43,6 +45,7 @@ def test_gradescope_gets_points_for_each_function(tmp_path):
     assert all(name.startswith("clip_fraction") for name in lost)
 
 
+@pytest.mark.slow
 def test_moodle_gets_a_worksheet_with_the_grades(tmp_path):
     folder = tmp_path / "submissions" / "Ann Lee_4711_assignsubmission_file"
     folder.mkdir(parents=True)
@@ -50,7 +53,7 @@ def test_moodle_gets_a_worksheet_with_the_grades(tmp_path):
     (tmp_path / "worksheet.csv").write_text(
         "Identifier,Full name,Grade\nParticipant 4711,Ann Lee,\nParticipant 4712,Bo Li,70\n",
         encoding="utf-8-sig")
-    commands = blocks_below("Moodle")[0].replace("test_gspo.py", str(ROOT / "test_gspo.py"), 1)
+    commands = blocks_below("Moodle")[0].replace("test_gspo.py", str(TOP / "test_gspo.py"), 1)
     run(commands, tmp_path)
     rows = list(csv.DictReader((tmp_path / "filled.csv").open(encoding="utf-8")))
     assert [row["Grade"] for row in rows] == ["0.0", "70"]
@@ -59,7 +62,7 @@ def test_moodle_gets_a_worksheet_with_the_grades(tmp_path):
 
 def test_the_classroom_steps_select_the_tests_of_one_function():
     """Each name for -k is that of two classes of test_gspo.py: the maths and the promises."""
-    source = (ROOT / "test_gspo.py").read_text(encoding="utf-8")
+    source = (TOP / "test_gspo.py").read_text(encoding="utf-8")
     section = GUIDE.partition("## GitHub Classroom")[2].partition("## Moodle")[0]
     names = re.findall(r"-k (\w+)", section)
     names += re.findall(r"`([A-Z]\w+)`", section.partition("other names for")[2])

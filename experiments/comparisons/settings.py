@@ -11,7 +11,7 @@ A variant is a dictionary of its settings:
     successor   a loss of successors.py
     first       a variant that is trained before this one
     autocast, engine, noise
-                functions and classes of parts.py, which runs.pieces_of selects
+                functions and classes of parts.py, which runs.py selects
 
 The labels are printed in the published tables. The code of the experiments in RETIRED was deleted
 after their runs. It is in commit 5a42b2b. Their runs stay in the log, and their tables are made

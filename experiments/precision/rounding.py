@@ -37,7 +37,9 @@ from tqdm import tqdm
 
 import train_math
 from common.logs import read, write
+from common.warm_up import given_rollout
 from gspo import group_advantages, gspo_loss
+from support import sampling
 
 RESULTS = Path(__file__).parents[1] / "results" / "precision"
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
@@ -102,17 +104,17 @@ def forward(model, minibatches):
             for row, values, mask in zip(batch.indices, log_probs(model, batch), batch.mask)}
 
 
-def rollout(model, prompts, length):
+def generate(model, prompts, length):
     no_ends = torch.tensor([], dtype=torch.long, device=model.device)
-    return train_math.rollout(model, prompts, GROUP, length, 1.0, no_ends)
+    return train_math.generate(model, prompts, GROUP, length, 1.0, no_ends)
 
 
 def decode(model, prompts, responses):
     """The sampler's log-probs (B, T) of given responses, which replace the tokens that it draws."""
     columns = torch.tensor(responses, device=model.device).T[..., None]
     columns = iter(tqdm(columns, desc="decode", leave=False))
-    with mock.patch.object(train_math, "draw_tokens", lambda probs: next(columns)):
-        return rollout(model, prompts, len(responses[0]))[1]
+    with mock.patch.object(sampling, "draw_tokens", lambda probs: next(columns)):
+        return generate(model, prompts, len(responses[0]))[1]
 
 
 @torch.no_grad()
@@ -253,7 +255,7 @@ def minibatches_of(prompts, responses, advantages, cfg):
         cut = [response[:n] for response in responses]
         tokens = micro_batch_tokens or 3 * max(map(len, prompts)) + 3 * n
         own = replace(cfg, micro_batch_tokens=tokens)
-        return train_math.build_minibatches(asked, cut, advantages, own)
+        return train_math.build_minibatches(given_rollout(asked, cut), advantages, own)
 
     return build
 
@@ -293,7 +295,7 @@ def main():
     starts = {STARTS[0]: off_the_grid(model),
               STARTS[1]: [p.detach().clone() for p in model.parameters()]}
     print("sampling in float32")
-    responses, _ = rollout(model, prompts, max(LENGTHS))
+    responses, _ = generate(model, prompts, max(LENGTHS))
     build = minibatches_of(prompts, responses, advantages, cfg)
 
     print("one step in float32, for each length and start")

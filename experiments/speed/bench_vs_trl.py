@@ -46,6 +46,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 import train_math
 from common.logs import read
+from common.warm_up import given_rollout
 from gspo import gspo_loss
 
 try:
@@ -149,8 +150,9 @@ class Ours:
             prompts_per_step=PROMPTS[job.vocabulary], minibatches=MINIBATCHES,
             micro_batch_tokens=job.rows * (job.prompt[1] + job.length), learning_rate=1e-6,
             max_completion_length=job.length, max_steps=job.rounds)
-        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0,
-                                           fused=True)
+        self.parts = train_math.Parts(
+            reward=self.reward, response_log_probs=self.response_log_probs)
+        self.optimizer = self.parts.make_optimizer(model)
 
     def reward(self, prompts, completions, **columns):
         self.phases["rollout"] = seconds() - self.began
@@ -171,7 +173,7 @@ class Ours:
         self.began = seconds()
         row = train_math.train_step(
             self.model, self.job.tokenizer, self.optimizer, questions, self.step, self.cfg,
-            reward=self.reward, response_log_probs=self.response_log_probs)
+            self.parts)
         self.length = row["response_length"]
 
 
@@ -273,9 +275,10 @@ def frozen_rollout(model, job):
     torch.manual_seed(0)
     ends = torch.tensor([END], device=job.device)
     advantages = torch.randn(2 * GROUP).to(job.device)
-    responses, _ = train_math.rollout(model, prompts, GROUP, job.length, 1.0, ends)
+    responses, _ = train_math.generate(model, prompts, GROUP, job.length, 1.0, ends)
     asked = [p for p in prompts for _ in range(GROUP)]
-    batch = train_math.MicroBatch(asked, responses, range(len(asked)), job.device)
+    rollout = given_rollout(asked, responses)
+    batch = train_math.MicroBatch(rollout, advantages, range(len(asked)), job.device)
 
     inputs = {"advantages": advantages}
     for name, rows, left in (("prompt", asked, True), ("completion", responses, False)):

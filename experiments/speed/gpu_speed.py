@@ -16,17 +16,18 @@ import time
 import torch
 
 import train_math
-from support import sampling
+from support.cuda_sampling import static_rollout
+from support.sampling import dynamic_rollout
 
-VARIANTS = {  # (what replaces the rollout, settings)
+VARIANTS = {  # (what replaces the sampler, settings)
     "default": (None, {}),
     "8192 tokens per micro-batch": (None, {"micro_batch_tokens": 8192}),
-    "float32 sampler": (sampling.static_rollout, {}),
-    "dynamic sampler": (sampling.dynamic_rollout, {}),
+    "float32 sampler": (static_rollout, {}),
+    "dynamic sampler": (dynamic_rollout, {}),
 }
 
 
-def our_steps(args, rollout, changes):
+def our_steps(args, sampler, changes):
     """The metrics of the steps. gib_rollout and gib_update are peaks of allocated memory in GiB."""
     flags = ["--model", args.model, "--dataset", args.dataset, "--output_dir", "-"]
     flags += ["--max_steps", str(args.steps), "--eval_size", "0"]
@@ -35,14 +36,15 @@ def our_steps(args, rollout, changes):
     cfg = train_math.parse_settings(flags)
     questions, _ = train_math.load_questions(cfg)
     model, tokenizer = train_math.load(cfg.model, cfg.device)
-    train_math.check_model(model, tokenizer, questions, cfg)
+    parts = train_math.Parts()
+    train_math.check_model(model, tokenizer, questions, cfg, parts, train_math.ALGORITHMS)
     cfg.output_dir = None
     peaks = []
 
     @torch.no_grad()
-    def measured_rollout(*arguments):
+    def measured(*arguments):
         torch.cuda.reset_peak_memory_stats()
-        sampled = (rollout or train_math.rollout)(*arguments)
+        sampled = (sampler or train_math.generate)(*arguments)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() / 2**30)
         torch.cuda.reset_peak_memory_stats()
@@ -55,7 +57,7 @@ def our_steps(args, rollout, changes):
             row = row | {"micro_batch_tokens": cfg.micro_batch_tokens, "gib_rollout": peaks[-1]}
             rows.append(row | {"gib_update": torch.cuda.max_memory_allocated() / 2**30})
 
-    train_math.train(cfg, model, tokenizer, questions, on_step=note, rollout=measured_rollout)
+    train_math.train(cfg, model, tokenizer, questions, on_step=note, generate=measured)
     return rows
 
 

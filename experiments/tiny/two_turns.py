@@ -6,95 +6,94 @@
 The model guesses a hidden digit. The environment replies whether the digit is higher (+) or lower
 (-), and the model guesses again. The reward of a turn is 1 for the digit, 1/9 less for each digit
 of distance, and 0 if the answer is not one digit. Everything else is train_math.py. The model is
-tiny and starts with random weights, so a CPU is enough. other_losses.md shows the output.
+tiny and starts with random weights, so a CPU is enough. The first command prints:
+
+    step 1: reward 0.00 in turn 1, 0.00 in turn 2
+    step 20: reward 0.69 in turn 1, 0.72 in turn 2
+    step 40: reward 0.72 in turn 1, 0.86 in turn 2
+    step 60: reward 0.72 in turn 1, 0.88 in turn 2
+
+Without the reply, a mean reward of 0.72 is the best possible. In turn 2, 0.89 is. So the model uses
+the reply. It is not shown that an advantage for each turn helps: with three seeds, the reward of
+turn 2 is 0.88, 0.81 and 0.81 with an advantage for each turn, and 0.88, 0.72 and 0.88 with one
+(logs not kept).
 """
 import argparse
 import itertools
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 import train_math
 from common.tiny_model import tiny_model, tiny_tokenizer
 
-QUESTIONS = [{"question": f"{digit}?", "digit": digit} for digit in range(10)]
+QUESTIONS = [{"question": "?", "digit": digit} for digit in range(10)]  # the model reads only "?"
+DIGITS = [str(digit) for digit in range(10)]
 
 
-class GuessTwice:
-    """The environment. The methods after `reply` replace functions of train_math.py.
+def reply(digit, answer):
+    """The environment's reply, which the model reads but did not write."""
+    if answer not in DIGITS:
+        return "?\n"
+    distance = digit - int(answer)
+    return ("+" if distance > 0 else "-" if distance else "=") + "\n"
 
-    The first token of a prompt is the hidden digit. It is removed before the model reads the
-    prompt. max_completion_length limits each answer."""
 
-    def __init__(self, tokenizer, one_advantage=False):
-        self.tokenizer = tokenizer
+def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
+    """Like train_math.sample, but a response is an answer, the reply to it, and another answer.
+
+    max_completion_length limits each answer. The rows get a column with the texts of the answers.
+    """
+    rollout = train_math.sample(model, tokenizer, questions, group_size, temperature, cfg, parts)
+    replies = [reply(row["digit"], text) for row, text in zip(rollout.questions, rollout.texts)]
+    replies = tokenizer(replies).input_ids
+    so_far = [a + b + c for a, b, c in zip(rollout.prompts, rollout.responses, replies)]
+    ends = train_math.end_tokens(model, tokenizer)
+    second, second_log_probs = parts.generate(
+        model, so_far, 1, cfg.max_completion_length, temperature, ends)
+    texts = tokenizer.batch_decode(second, skip_special_tokens=True)
+    log_probs = []
+    for i, (first, told, answer) in enumerate(zip(rollout.responses, replies, second)):
+        rollout.questions[i] = rollout.questions[i] | {"answers": (rollout.texts[i], texts[i])}
+        rollout.responses[i] = first + told + answer
+        rollout.is_sampled[i] = [True] * len(first) + [False] * len(told) + [True] * len(answer)
+        log_probs.append(torch.cat([
+            rollout.log_probs[i, :len(first)], torch.zeros(len(told)),
+            second_log_probs[i, :len(answer)].cpu()]))
+    rollout.log_probs = pad_sequence(log_probs, batch_first=True)
+    return rollout
+
+
+def build_minibatches(rollout, advantages, cfg):
+    """Gives each token the advantage of its turn. advantages: (B, 2), one for each turn."""
+    minibatches = train_math.build_minibatches(rollout, advantages, cfg)
+    for batch in itertools.chain(*minibatches):
+        begins = batch.mask & ~pad(batch.mask[:, :-1], (1, 0))  # at the first token of each answer
+        turns = (begins.cumsum(dim=1) - 1).clamp(min=0)
+        batch.advantages = batch.advantages.gather(1, turns)
+    return minibatches
+
+
+class TurnRewards:
+    """The rewards of the turns, (2, B), and the advantages that are computed from them."""
+
+    def __init__(self, one_advantage=False):
         self.one_advantage = one_advantage
-        self.sampled = []  # (answer, reply, answer) of each response, as token ids
-        self.turns = []  # the same for the last rollout that was scored
 
-    def guess(self, answer):
-        """The digit that an answer consists of, or None."""
-        text = self.tokenizer.decode(answer, skip_special_tokens=True)
-        return int(text) if text in list("0123456789") else None
-
-    def reply(self, hidden, answer):
-        """The environment's reply as token ids, which the model reads but did not write."""
-        guess = self.guess(answer)
-        if guess is None:
-            return self.tokenizer.encode("?\n")
-        distance = int(self.tokenizer.decode(hidden)) - guess
-        sign = "+" if distance > 0 else "-" if distance else "="
-        return self.tokenizer.encode(sign + "\n")
-
-    def rollout(self, model, prompts, group_size, max_length, *more):
-        """Like train_math.rollout. A response is both answers, without the reply between them."""
-        prompts = [prompt for prompt in prompts for _ in range(group_size)]
-        shown = [prompt[1:] for prompt in prompts]
-        first, first_log_probs = train_math.rollout(model, shown, 1, max_length, *more)
-        replies = [self.reply(prompt[0], answer) for prompt, answer in zip(prompts, first)]
-        so_far = [a + b + c for a, b, c in zip(shown, first, replies)]
-        second, second_log_probs = train_math.rollout(model, so_far, 1, max_length, *more)
-        self.sampled += zip(first, replies, second)
-
-        responses = []
-        log_probs = torch.zeros(len(first), 2 * max_length, device=model.device)
-        for i, (a, b) in enumerate(zip(first, second)):
-            responses.append(a + b)
-            log_probs[i, :len(a)] = first_log_probs[i, :len(a)]
-            log_probs[i, len(a):len(a + b)] = second_log_probs[i, :len(b)]
-        return responses, log_probs
-
-    def reward(self, prompts, completions, digit, **columns):
-        """The mean reward of the turns. The reward of each turn, (2, B), is kept."""
-        self.turns = self.sampled
-        self.sampled = []
+    def reward(self, prompts, completions, digit, answers, **columns):
+        """The mean reward of the turns. The reward of each turn is kept."""
         self.rewards = torch.zeros(2, len(digit))
-        for i, (first, _, second) in enumerate(self.turns):
-            for turn, answer in enumerate((first, second)):
-                guess = self.guess(answer)
-                if guess is not None:
-                    self.rewards[turn, i] = 1 - abs(guess - digit[i]) / 9
+        for i, texts in enumerate(answers):
+            for turn, text in enumerate(texts):
+                if text in DIGITS:
+                    self.rewards[turn, i] = 1 - abs(int(text) - digit[i]) / 9
         return self.rewards.mean(dim=0).tolist()
 
-    def group_advantages(self, rewards, group_size):
+    def advantages(self, rewards, group_size):
         """(B, 2): each turn is compared with the same turn of the other responses of the group."""
         each = [rewards, rewards] if self.one_advantage else self.rewards
         return torch.stack([train_math.group_advantages(turn, group_size) for turn in each], 1)
-
-    def build_minibatches(self, prompts, responses, advantages, cfg):
-        """Puts the reply back into each text with mask 0, and gives each token its advantage."""
-        shown = [prompt[1:] for prompt in prompts]
-        texts = [first + reply + second for first, reply, second in self.turns]
-        minibatches = train_math.build_minibatches(shown, texts, advantages, cfg)
-        for batch in itertools.chain(*minibatches):
-            batch.advantages = torch.zeros(batch.mask.shape, device=batch.mask.device)
-            for row, i in enumerate(batch.indices):
-                first, reply, _ = self.turns[i]
-                start = len(shown[i] + first) - 1  # position t predicts token t + 1
-                end = start + len(reply)
-                batch.mask[row, start:end] = False
-                batch.advantages[row, :start] = advantages[i, 0]
-                batch.advantages[row, end:] = advantages[i, 1]
-        return minibatches
 
 
 def main(argv=None):
@@ -104,8 +103,11 @@ def main(argv=None):
     parser.add_argument("--max_steps", type=int, default=60, help="number of rollouts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    turns = TurnRewards(args.one_advantage)
+    gspo_token = train_math.ALGORITHMS["gspo_token"]
+    train_math.ALGORITHMS["two_turns"] = gspo_token._replace(advantages=turns.advantages)
     cfg = train_math.Settings(
-        algorithm="gspo_token",
+        algorithm="two_turns",
         eps_low=0.03,
         eps_high=0.04,
         learning_rate=3e-3,
@@ -119,24 +121,22 @@ def main(argv=None):
         device="cpu",
         output_dir=None,
     )
-    tokenizer = tiny_tokenizer()
-    game = GuessTwice(tokenizer, args.one_advantage)
 
     def show(row):
         if row["step"] == 1 or row["step"] % 10 == 0 and row["step"]:
-            first, second = game.rewards.mean(dim=1)
+            first, second = turns.rewards.mean(dim=1)
             print(f"step {row['step']}: reward {first:.2f} in turn 1, {second:.2f} in turn 2")
 
+    tokenizer = tiny_tokenizer()
     return train_math.train(
         cfg,
         tiny_model(tokenizer, cfg.seed),
         tokenizer,
         QUESTIONS,
         on_step=show,
-        reward=game.reward,
-        rollout=game.rollout,
-        group_advantages=game.group_advantages,
-        build_minibatches=game.build_minibatches,
+        reward=turns.reward,
+        sample=sample,
+        build_minibatches=build_minibatches,
     )
 
 
