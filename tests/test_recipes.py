@@ -25,8 +25,13 @@ PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 
 
 def reward(prompts, completions, answer=None, **columns):
-    """A hash, so that two responses hardly ever have the same reward."""
-    return [zlib.crc32(text.encode()) % 97 / 97 for text in completions]
+    """A hash, so that two responses hardly ever have the same reward, or 0 for some questions."""
+    return [0.0 if prompt.startswith("Ann Ann Ann") else zlib.crc32(text.encode()) % 97 / 97
+            for prompt, text in zip(prompts, completions)]
+
+
+def rewards_of(rollout):
+    return reward([row["question"] for row in rollout.questions], rollout.texts)
 
 
 def block(containing):
@@ -111,7 +116,7 @@ def recipe(command, monkeypatch, tmp_path):
 
 
 def advantage(rollout, i):
-    rewards = torch.tensor(reward(None, rollout.texts))
+    rewards = torch.tensor(rewards_of(rollout))
     group = rewards[i // 4 * 4:i // 4 * 4 + 4]
     return (rewards[i] - group.mean()) / (group.std() + 1e-4)
 
@@ -138,7 +143,7 @@ def gspo(model, old_model, rollout, i):
 
 def token_mean(model, rollouts, i, indices):
     start, rollout = rollouts[-1]
-    rewards = reward(None, rollout.texts)
+    rewards = rewards_of(rollout)
     others = [rewards[j] for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i]
     ratio = (log_probs(model, rollout, i) - log_probs(start, rollout, i).detach()).exp()
     tokens = sum(len(rollout.responses[j]) for j in indices)
@@ -226,7 +231,7 @@ def test_the_curriculum_draws_by_the_pass_rates(recipe, monkeypatch, tmp_path):
         torch.manual_seed(step)
         drawn = torch.multinomial(rates * (1 - rates) + 0.01, 4).tolist()
         assert [row["index"] for row in rollout.questions] == [i for i in drawn for _ in range(4)]
-        for row, passed in zip(rollout.questions, reward(None, rollout.texts)):
+        for row, passed in zip(rollout.questions, rewards_of(rollout)):
             rates[row["index"]] += 0.1 * (passed - rates[row["index"]])
     state = torch.load(tmp_path / "run" / "state.pt")
     assert torch.equal(state["user_state"]["pass_rates"], rates)
