@@ -187,7 +187,7 @@ TITLES = {
     "gate": "On long responses with 4 epochs, clipping the responses with A < 0\n"
             "prevents a collapse, and clipping those with A > 0 does not.",
     "opening": "With 16 or 32 updates per rollout, all runs with weight 1 and without a clip\n"
-               "collapse, on both tasks.",
+               "collapse on both tasks, unless wrong answers are ignored.",
 }
 # The labels of the pictures, where they differ from those of the tables.
 WORDS = {
