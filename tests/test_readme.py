@@ -52,7 +52,7 @@ class TestReadme:
         """Each block runs beside gspo.py, unless it needs a package that is not installed. A block
         that calls train_math.main gets flags, here those of one step of the tiny model, and of the
         algorithm that it adds. A block that reads the run runs/math reads one of the tiny model.
-        The page that is left out is that of tests/test_contributing.py."""
+        The page that is left out is that of tests/test_repository.py."""
         for i, (code, output) in enumerate(blocks_of(page)):
             if any(is_missing(module, code) for module in OPTIONAL):
                 continue
