@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import traceback
@@ -74,16 +73,18 @@ def rollout_of(prompts, responses, log_probs=None, is_sampled=None):
         sums(len(responses)), prompts, responses, log_probs, texts, is_sampled)
 
 
-def gspo_loss_that_kills(call):
-    """gspo_loss, but the call with this number kills the process, so that nothing is saved."""
+def at_call(number, function, instead):
+    """The function, but its call with this number is one of `instead`, or raises this exception."""
     calls = itertools.count(1)
 
-    def loss(*arguments, **more):
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return gspo.gspo_loss(*arguments, **more)
+    def counted(*arguments, **more):
+        if next(calls) != number:
+            return function(*arguments, **more)
+        if isinstance(instead, BaseException):
+            raise instead
+        return instead(*arguments, **more)
 
-    return loss
+    return counted
 
 
 def sums(n):
@@ -108,6 +109,21 @@ def copy_script(folder):
         shutil.copy(module.__file__, folder)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(support.__file__).parent, Path(folder, "support"), ignore=ignored)
+
+
+def check(model, tokenizer, questions=QUESTIONS, cfg=None, reward=parity_reward, **parts):
+    """The trial of train_math.py."""
+    parts = train_math.Parts(reward, **parts)
+    cfg = cfg or settings()
+    train_math.check_model(model, tokenizer, questions, cfg, parts, train_math.ALGORITHMS)
+
+
+def block(page, containing):
+    """The one ```python or ```py block of this page that contains this text."""
+    text = (TOP / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL)
+    (code,) = [code for code in blocks if containing in code]
+    return code
 
 
 def encoded(tokenizer, questions=QUESTIONS):

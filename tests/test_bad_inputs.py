@@ -89,6 +89,17 @@ def model_with(change):
     return prepare
 
 
+def damaged_weights(folder):
+    flags = model_with(lambda weights: None)(folder)
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    return flags
+
+
+def a_file_as_output_dir(folder):
+    return ["--output_dir", write_jsonl(folder / "file.jsonl", sums(3))]
+
+
 def encoder_decoder(folder):
     config = T5Config(vocab_size=80, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(folder / "model")
@@ -152,6 +163,10 @@ BAD_INPUTS = {
         ["completions"],
     ),
     "a prompt that is too long": (long_question, ["512", "How many figs"]),
+    "a model folder that is not there": (flag("model", "no/where"), ["--model no/where "]),
+    "an empty model folder": (flag("model", "run"), ["--model run "]),
+    "damaged weights": (damaged_weights, ["--model", "/model "]),
+    "a file as output_dir": (a_file_as_output_dir, ["--output_dir", "file.jsonl: "]),
     "a file as the model": (a_file_as_model, ["--model", "m.jsonl"]),
     "a model without its tokenizer": (no_tokenizer, ["chat_template"]),
     "a model with a chat template and no tokenizer": (

@@ -16,7 +16,6 @@ import torch
 from filelock import FileLock
 
 import gspo
-import support.rewards
 import support.runs
 import train_math
 from common.logs import read
@@ -24,6 +23,8 @@ from support.rewards import RewardError
 from support.sampling import check_rollout
 from tests.conftest import (
     assert_same,
+    at_call,
+    check,
     constant_reward,
     one_line,
     parity_reward,
@@ -66,7 +67,12 @@ async def an_async_reward(prompts, completions, **columns):
 
 
 def a_reward_that_raises(prompts, completions, **columns):
-    raise OSError("HTTP 503")
+    return json.loads("no JSON")  # raises in json, but this line is named
+
+
+class Judge:
+    def __call__(self, prompts, completions, **columns):
+        return None
 
 
 def a_reward_that_returns(value):
@@ -95,7 +101,7 @@ FAULTY_REWARDS = {
 }
 
 
-HERE = f"{__file__}, line {a_reward_that_raises.__code__.co_firstlineno + 1}"
+RAISES = a_reward_that_raises.__code__
 
 
 class TestAFaultyReward:
@@ -111,7 +117,9 @@ class TestAFaultyReward:
         "reward, said",
         [
             (an_async_reward, "an_async_reward returned <coroutine"),
-            (a_reward_that_raises, "a_reward_that_raises raised OSError('HTTP 503') in " + HERE),
+            (a_reward_that_raises, f"in {__file__}, line {RAISES.co_firstlineno + 1}"),
+            (a_reward_that_raises, "the reward a_reward_that_raises raised JSONDecodeError("),
+            (Judge(), "the reward Judge returned None"),
             (lambda prompts, answers: [0.0], "unexpected keyword argument"),
         ],
     )
@@ -129,31 +137,15 @@ class TestAFaultyReward:
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
         return line
 
-    def test_that_is_an_object_is_named_by_its_class(self):
-        class Judge:
-            def __call__(self, prompts, completions, **columns):
-                return None
-
-        with pytest.raises(support.rewards.RewardError, match="the reward Judge returned None"):
-            train_math.score(Judge(), sums(1), ["x"])
-
     @pytest.mark.parametrize("fault", ["raises", "NaN"])
     def test_in_a_later_step_is_shown_after_a_save_and_the_run_can_be_resumed(
         self, command, whole, tmp_path, capsys, fault
     ):
-        """In step 4 of 6. The last regular save was after step 2."""
-        calls = []
-
-        def reward(prompts, completions, **columns):
-            if len(completions) == 16:
-                calls.append(1)
-                if len(calls) == 4 and fault == "raises":
-                    raise OSError("HTTP 503")
-                if len(calls) == 4:
-                    return [math.nan] * 16
-            return parity_reward(prompts, completions)
-
-        with pytest.raises(support.rewards.RewardError) as raised:
+        """In step 4 of 6, after two calls for evaluations and the trial. The last regular save was
+        after step 2."""
+        instead = OSError("HTTP 503") if fault == "raises" else a_reward_that_returns([math.nan])
+        reward = at_call(7, parity_reward, instead)
+        with pytest.raises(RewardError) as raised:
             run(command, tmp_path / "a", reward=reward)
         if fault == "raises":
             assert isinstance(raised.value.__cause__, OSError), "the traceback is the user's"
@@ -166,16 +158,9 @@ class TestAFaultyReward:
     def test_in_an_evaluation_costs_this_evaluation_and_nothing_else(
         self, command, whole, tmp_path
     ):
-        """Of the evaluations, each of four questions, the one after step 4 fails."""
-        calls = []
-
-        def reward(prompts, completions, **columns):
-            calls.extend([1] * (len(completions) == 4))
-            if len(calls) == 3:
-                raise OSError("HTTP 503")
-            return parity_reward(prompts, completions)
-
-        with pytest.raises(support.rewards.RewardError):
+        """It is the one after step 4. The reward is called for the trial, too."""
+        with pytest.raises(RewardError):
+            reward = at_call(8, parity_reward, OSError("HTTP 503"))
             run(command, tmp_path / "a", reward=reward)
         run(command, tmp_path / "a")
         expected = without_clocks(read(whole / "metrics.jsonl"))
@@ -186,18 +171,6 @@ class TestAFaultyReward:
         assert found == expected
         before, after = (torch.load(f / "state.pt")["model"] for f in (whole, tmp_path / "a"))
         assert all(torch.equal(before[name], after[name]) for name in before)
-
-    def test_keeps_other_alphabets_readable(self, tmp_path):
-        support.runs.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
-        assert "groß" in (tmp_path / "log.jsonl").read_text(encoding="utf-8")
-
-    def test_keeps_the_log_json(self, whole):
-        def refuse(word):
-            raise ValueError(f"{word} is not JSON")
-
-        for path in whole.glob("*.jsonl"):
-            for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-                json.loads(line, parse_constant=refuse)
 
 
 class TestAnAlgorithm:
@@ -232,41 +205,26 @@ class TestAnAlgorithm:
         cfg = train_math.parse_settings(["--algorithm", "own"])
         assert cfg.clip_range() == (0.5, 4e-4)
 
-    def test_with_a_wrong_clip_range_is_refused(self, monkeypatch):
+    def test_with_a_wrong_clip_range_or_name_is_refused(self, monkeypatch):
         row = train_math.ALGORITHMS["gspo"]._replace(eps_low=1.5)
         monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
         with pytest.raises(ValueError, match="eps_low 1.5"):
             settings(algorithm="own")
+        with pytest.raises(ValueError, match="GSPO is none of gspo, "):
+            settings(algorithm="GSPO")
 
 
 class TestTrain:
-    def test_settings_with_an_unknown_algorithm(self):
-        with pytest.raises(ValueError, match="GSPO is none of gspo, "):
-            train_math.Settings(algorithm="GSPO")
-
     def test_a_model_whose_weights_are_frozen_is_refused(self, fresh):
         fresh[0].requires_grad_(False)
-        parts = train_math.Parts(reward=parity_reward)
         with pytest.raises(ValueError, match="frozen"):
             train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
         with pytest.raises(ValueError, match="frozen"):
-            train_math.check_model(*fresh, sums(8), settings(), parts, train_math.ALGORITHMS)
+            check(*fresh)
 
     def test_without_questions_is_refused(self, fresh):
         with pytest.raises(ValueError, match="no questions"):
             train_math.train(settings(), *fresh, [], sums(2), reward=parity_reward)
-
-    def test_over_the_folder_of_its_model_is_refused(self, fresh, tmp_path):
-        (tmp_path / "model").mkdir()
-        with pytest.raises(ValueError, match="holds model"):
-            train_math.train(
-                settings(output_dir=str(tmp_path)), *fresh, sums(8), reward=parity_reward)
-
-    def test_gives_on_step_a_copy_of_the_metrics(self, fresh, tmp_path):
-        cfg = settings(output_dir=str(tmp_path), max_steps=1)
-        train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=dict.clear)
-        rows = read(tmp_path / "metrics.jsonl")
-        assert rows[0]["settings"] and rows[1]["step"] == 1
 
     def test_with_numbers_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
         number = torch.tensor([1e-3, 0], dtype=torch.float64).numpy()
@@ -290,44 +248,34 @@ class TestTrain:
         rows = train_math.train(cfg, *fresh, sums(8), state=state, reward=parity_reward)
         assert len(rows) == 2
         assert train_math.load_state(settings(output_dir=str(tmp_path / "b")), sums(8)) is None
+        for name in "state.pt", "metrics.jsonl":
+            (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match="holds model"):
+            train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
 
-    def test_gives_on_step_every_row_with_its_notes(self, fresh):
+    def test_gives_on_step_a_copy_of_every_row_with_its_notes(self, fresh):
         """Also without an output_dir, where nothing is printed."""
         seen = []
+
+        def on_step(row):
+            seen.append(dict(row))
+            row.clear()
+
         rows = train_math.train(
-            settings(), *fresh, sums(8), sums(2), reward=constant_reward,
-            on_step=lambda row: seen.append(dict(row)),
-        )
+            settings(), *fresh, sums(8), sums(2), reward=constant_reward, on_step=on_step)
         assert seen == rows and len(rows) == 7
         (note,) = rows[3]["notes"]
         assert "no gradient in three steps" in note and "(mean 0.3;" in note
         assert all("notes" not in row for row in rows[:3] + rows[4:])
         assert all("eval_results" not in row for row in rows)
 
-    def test_main_passes_on_step_on(self, command, tmp_path):
-        seen = []
-        flags = [*command, "--output_dir", str(tmp_path / "a"), "--max_steps", "1"]
-        train_math.main(flags, parity_reward, on_step=seen.append)
-        assert json.loads(json.dumps(seen)) == read(tmp_path / "a" / "metrics.jsonl")
-
     @pytest.mark.parametrize("name", ["encode_prompts", "generate", "response_log_probs"])
     def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
-        def fails(*arguments):
-            raise OSError("in the part")
-
+        fails = at_call(1, None, OSError("in the part"))
         with pytest.raises(SystemExit, match="in the part"):  # or a traceback, on another error
             parts = {"reward": parity_reward, name: fails}
             train_math.main([*command, "--output_dir", str(tmp_path / "a")], **parts)
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
-
-
-def test_an_answer_of_any_kind_can_be_logged(fresh, tmp_path):
-    answers = ["Paris", 7, "x #### 8", datetime.date(2025, 7, 24)]
-    held_out = [row | {"answer": answer} for row, answer in zip(sums(4), answers)]
-    cfg = settings(output_dir=str(tmp_path), max_steps=1)
-    train_math.train(cfg, *fresh, sums(8), held_out, reward=parity_reward)
-    found = [row["gold"] for row in read(tmp_path / "eval_0.jsonl")]
-    assert found == ["Paris", "7", "8", "2025-07-24"]
 
 
 class TestWhatIsKept:
@@ -344,16 +292,21 @@ class TestWhatIsKept:
             weights.append(torch.cat([p.detach().flatten() for p in copied.parameters()]))
         assert torch.equal(*weights)
 
-    def test_a_prompt_function_may_use_every_column(self, fresh):
-        model, tokenizer = fresh
+    def test_a_part_may_use_every_column_and_compute_gradients_in_the_trial(self, fresh):
+        """A model may be in training mode before the trial."""
         questions = [row | {"hint": "Add."} for row in sums(4)]
 
         def with_hint(tokenizer, questions, cfg):
             return [tokenizer(f"{row['hint']} {row['question']}").input_ids for row in questions]
 
-        cfg = settings(max_completion_length=8)
-        parts = train_math.Parts(reward=parity_reward, encode_prompts=with_hint)
-        train_math.check_model(model, tokenizer, questions, cfg, parts, train_math.ALGORITHMS)
+        def reward(prompts, completions, **columns):
+            weight = torch.ones(2, requires_grad=True)
+            weight.sum().backward()
+            return parity_reward(prompts, completions)
+
+        fresh[0].train()
+        check(*fresh, questions, reward=reward, encode_prompts=with_hint)
+        assert not fresh[0].training
 
     def test_a_signal_after_a_save_is_saved_too(self, fresh, tmp_path):
         stopped = []
@@ -380,15 +333,15 @@ class TestWhatIsKept:
         cfg = settings(dataset=str(path), eval_size=0)
         assert train_math.load_questions(cfg, parity_reward)[0] == rows
 
-    def test_a_run_with_answers_of_any_kind_is_resumed(self, fresh, tmp_path):
-        questions = [row | {"answer": datetime.date(2024, 1, 2)} for row in sums(8)]
-        held_out = [{"question": "?", "answer": torch.ones(2).numpy()},
-                    {"question": "??", "answer": {1, 2}}]
+    def test_answers_of_any_kind_can_be_logged_and_the_run_resumed(self, fresh, tmp_path):
+        answers = ["Paris", 7, "x #### 8", datetime.date(2025, 7, 24), torch.ones(2).numpy(), {1}]
+        rows = [row | {"answer": answer} for row, answer in zip(sums(6), answers)]
         cfg = settings(output_dir=str(tmp_path), max_steps=1)
-        rows = train_math.train(cfg, *fresh, questions, held_out, reward=parity_reward)
-        state = train_math.load_state(cfg, questions)
-        assert len(state["rows"]) == len(rows) == 2
-        assert "[1. 1.]" in state["results"][0]["gold"]
+        train_math.train(cfg, *fresh, rows, rows, reward=parity_reward)
+        found = [row["gold"] for row in read(tmp_path / "eval_0.jsonl")]
+        assert found == ["Paris", "7", "8", "2025-07-24", "[1. 1.]", "{1}"]
+        state = train_math.load_state(cfg, rows)
+        assert [row["gold"] for row in state["results"]] == found and len(state["rows"]) == 2
 
     def test_a_reward_may_change_the_directory(self, command, tmp_path, monkeypatch):
         (tmp_path / "elsewhere").mkdir()
@@ -405,20 +358,13 @@ class TestWhatIsKept:
     @pytest.mark.parametrize("part", ["on_step", "loss", "advantages", "generate"])
     def test_what_was_trained_is_saved_if_a_part_raises(self, fresh, tmp_path, monkeypatch, part):
         """Also between two saves. A loss raises in the first micro-batch of a step here."""
-        calls = []
         original = {
-            "on_step": lambda row: None,
+            "on_step": dict.clear,
             "loss": gspo.gspo_loss,
             "advantages": gspo.group_advantages,
             "generate": train_math.generate,
         }[part]
-
-        def raises_later(*arguments, **more):
-            calls.append(1)
-            if len(calls) == 4:
-                raise OSError("my disk")
-            return original(*arguments, **more)
-
+        raises_later = at_call(4, original, OSError("my disk"))
         cfg = settings(output_dir=str(tmp_path), save_steps=100, minibatches=1,
                        micro_batch_tokens=10**6)
         parts = {"reward": parity_reward}
@@ -436,17 +382,9 @@ class TestWhatIsKept:
 
     def test_half_a_step_is_not_saved(self, fresh, tmp_path, own_loss):
         """The second minibatch of a step raises, when the weights have moved already."""
-        calls = []
-
-        def loss(*arguments, **more):
-            calls.append(1)
-            if len(calls) == 6:
-                raise OSError("my disk")
-            return gspo.gspo_loss(*arguments, **more)
-
+        own_loss(at_call(6, gspo.gspo_loss, OSError("my disk")))
         cfg = settings(output_dir=str(tmp_path), save_steps=1, micro_batch_tokens=10**6)
         with pytest.raises(OSError):
-            own_loss(loss)
             train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
         assert torch.load(tmp_path / "state.pt")["rows"][-1]["step"] < 2
 
@@ -457,24 +395,6 @@ class TestWhatIsKept:
             run(command, tmp_path / "b", "--save_steps", "1", "--eval_steps", "3")
         assert save.call_count == 7
 
-    def test_a_reward_may_compute_gradients_in_the_trial(self, fresh):
-        def reward(prompts, completions, **columns):
-            weight = torch.ones(2, requires_grad=True)
-            weight.sum().backward()
-            return parity_reward(prompts, completions)
-
-        parts = train_math.Parts(reward=reward)
-        train_math.check_model(*fresh, sums(4), settings(), parts, train_math.ALGORITHMS)
-
-    def test_an_error_names_the_line_of_the_user(self):
-        def reward(prompts, completions, **columns):
-            return json.loads("no JSON")  # this line
-
-        with pytest.raises(RewardError) as raised:
-            train_math.score(reward, sums(1), ["x"])
-        number = reward.__code__.co_firstlineno + 1
-        assert f"{__file__}, line {number}" in str(raised.value)
-
     def test_a_dataset_of_the_library_can_be_trained_on(self, fresh):
         from datasets import Dataset
 
@@ -482,18 +402,6 @@ class TestWhatIsKept:
         listed = train_math.train(settings(max_steps=1), *fresh, sums(8), reward=parity_reward)
         rows = train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
         assert rows[0]["settings"]["questions"] == listed[0]["settings"]["questions"]
-
-    def test_a_model_in_training_mode_passes_the_trial(self, fresh):
-        parts = train_math.Parts(reward=parity_reward)
-        model, tokenizer = fresh
-        train_math.check_model(
-            model.train(), tokenizer, sums(4), settings(), parts, train_math.ALGORITHMS)
-        assert not fresh[0].training
-
-    def test_the_first_prompt_is_printed(self, command, tmp_path, capsys):
-        rows = run(command, tmp_path / "a", "--instruction", "Count!")
-        assert "has 0 figs?" in capsys.readouterr().out
-        assert len(read(tmp_path / "a" / "metrics.jsonl")) == len(rows)
 
     def test_a_user_may_bring_an_optimizer_and_all_its_groups_get_the_rate(self, fresh):
         made = []
@@ -521,16 +429,6 @@ class TestWhatIsKept:
         questions = [row | {name: 1} for row in sums(4)]
         with pytest.raises(RewardError, match=f"rename the column {name} "):
             train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
-
-    def test_a_sample_of_the_user_gets_all_parts(self, fresh):
-        got = []
-
-        def sample(*arguments):
-            got.append(arguments[-1].reward)
-            return train_math.sample(*arguments)
-
-        train_math.train(settings(max_steps=1), *fresh, sums(8), sums(2), sample=sample)
-        assert got == [train_math.correctness_reward] * 3
 
 
 class TestOneRollout:
@@ -621,10 +519,10 @@ class TestOneRollout:
                 row["tags"].append("c")
             return train_math.encode_prompts(tokenizer, questions, cfg)
 
-        parts = train_math.Parts(reward=reward, encode_prompts=encode_prompts)
+        parts = {"reward": reward, "encode_prompts": encode_prompts}
         cfg = settings(output_dir=str(tmp_path))
-        train_math.check_model(*fresh, questions, cfg, parts, train_math.ALGORITHMS)
-        rows = train_math.train(cfg, *fresh, questions, **vars(parts))
+        check(*fresh, questions, cfg, **parts)
+        rows = train_math.train(cfg, *fresh, questions, **parts)
         assert without_clocks(rows) == without_clocks(plain) and questions == before
         assert len(train_math.load_state(cfg, before)["rows"]) == len(rows)
 
@@ -671,11 +569,8 @@ class TestUserState:
 
     def test_costs_the_steps_since_the_last_save_after_an_error(self, fresh, tmp_path):
         """It may have changed since then, so that it would not belong to the rows."""
-        def on_step(row):
-            if row["step"] == 3:
-                raise OSError("my disk")
-
         cfg = settings(output_dir=str(tmp_path))
+        on_step = at_call(4, dict.clear, OSError("my disk"))
         with pytest.raises(OSError, match="my disk"):
             train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=on_step,
                              user_state={"mine": 1})
@@ -684,6 +579,10 @@ class TestUserState:
 
 
 class TestFiles:
+    def test_keep_other_alphabets_readable(self, tmp_path):
+        support.runs.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
+        assert "groß" in (tmp_path / "log.jsonl").read_text(encoding="utf-8")
+
     def test_a_full_disk_is_an_exception_of_train(self, fresh, tmp_path):
         (tmp_path / "partial").symlink_to("/dev/full")
         with pytest.raises(OSError, match="is the disk full"):

@@ -3,7 +3,6 @@
 The gradient of each update agrees with a formula that is written out: one response at a time,
 without padding and micro-batches. A run that is killed continues as if it had not been."""
 import copy
-import re
 import signal
 import sys
 from importlib.util import find_spec
@@ -14,36 +13,29 @@ import torch
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_tokenizer
-from tests.conftest import TOP, parity_reward, run_code, without_clocks
+from tests.conftest import block, parity_reward, run_code, without_clocks
 
-PAGE = (TOP / "guides" / "own_task.md").read_text(encoding="utf-8")
+PAGE = "guides/own_task.md"
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
 FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_tokens", "200",
          "--eps_low", str(EPS_LOW), "--eps_high", str(EPS_HIGH), "--max_steps", "3"]
 PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 
 
-def block(containing):
-    """The one code block of the page that contains this text."""
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-               if containing in code]
-    return code
-
-
 def with_lora():
     """The recipe for a KL penalty, with the two functions that the recipe for LoRA replaces."""
-    *definitions, call = block("gspo_kl").rsplit("train_math.main(", 1)
-    return "".join(definitions) + block("get_peft_model") + "train_math.main(" + call
+    *definitions, call = block(PAGE, "gspo_kl").rsplit("train_math.main(", 1)
+    return "".join(definitions) + block(PAGE, "get_peft_model") + "train_math.main(" + call
 
 
 RECIPES = {  # the code, its algorithm, and whether its micro-batches hold all responses
-    "token_mean": (block("leave_one_out"), "token_mean", True),
-    "kl": (block("gspo_kl"), "gspo_kl", True),
+    "token_mean": (block(PAGE, "leave_one_out"), "token_mean", True),
+    "kl": (block(PAGE, "gspo_kl"), "gspo_kl", True),
     "lora_kl": (with_lora(), "gspo_kl", True),
-    "tis": (block("gspo_tis"), "gspo_tis", False),
-    "off_policy": (block('user_state["weights"]'), "gspo", False),
-    "tools": (block("is_sampled"), "gspo", False),
-    "curriculum": (block("pass_rates"), "gspo", False),
+    "tis": (block(PAGE, "gspo_tis"), "gspo_tis", False),
+    "off_policy": (block(PAGE, 'user_state["weights"]'), "gspo", False),
+    "tools": (block(PAGE, "is_sampled"), "gspo", False),
+    "curriculum": (block(PAGE, "pass_rates"), "gspo", False),
 }
 NEEDS_PEFT = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 NAMES = [pytest.param(name, marks=NEEDS_PEFT) if name == "lora_kl" else name for name in RECIPES]

@@ -15,8 +15,7 @@ import tokenize
 import pytest
 from packaging.requirements import Requirement
 
-from common.logs import read
-from tests.conftest import TOP, run_code
+from tests.conftest import TOP
 
 PAGE = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FOLDERS = "support", "common", "lesson", "experiments"
@@ -184,16 +183,3 @@ class TestRequirements:
             (exact,) = specifier
             assert exact.operator == "=="
             assert allowed[name].contains(exact.version), name
-
-
-def test_the_example_of_the_page_adds_an_algorithm(command, tmp_path):
-    code, = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert "main()" in code
-    flags = ["--algorithm", "cispo", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
-    status, _, errors = run_code(code, *command, *flags)
-    assert status == 0, errors
-    start, step = read(tmp_path / "run" / "metrics.jsonl")
-    settings = start["settings"]
-    assert settings["algorithm"] == "cispo"
-    assert (settings["eps_low"], settings["eps_high"]) == (1.0, 4.0)
-    assert step["step"] == 1

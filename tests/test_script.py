@@ -2,17 +2,13 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from unittest import mock
 
-import pytest
-import torch
-
 import train_math
 from common.logs import read
-from tests.conftest import TOP, assert_same, copy_script, run, run_code, without_clocks, write_jsonl
+from tests.conftest import TOP, copy_script, without_clocks, write_jsonl
 
 PAGE = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CISPO = re.search(r"```python\n(import train_math.*?)train_math\.main\(\)", PAGE, re.DOTALL)[1]
@@ -76,19 +72,3 @@ class TestScript:
         weights = [tmp_path / run / "model" / "model.safetensors" for run in ("runs/own", "parts")]
         assert weights[0].read_bytes() == weights[1].read_bytes()
         assert rows[2]["log_ratio_std"] > 0
-
-    @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-    def test_after_kill_9_equals_a_run_never_killed(self, command, whole, tmp_path):
-        """A process sends itself SIGKILL in the middle of step 4."""
-        script = f"""
-from tests.conftest import gspo_loss_that_kills, parity_reward, train_math
-flags = {[*command, "--output_dir", str(tmp_path / "killed")]!r}
-row = train_math.ALGORITHMS["gspo"]._replace(loss=gspo_loss_that_kills(14))
-train_math.ALGORITHMS["gspo"] = row
-train_math.main(flags, parity_reward)
-"""
-        status, _, errors = run_code(script)
-        assert status == -signal.SIGKILL, errors
-        assert 2 <= len(torch.load(tmp_path / "killed" / "state.pt")["rows"]) < 6
-        run(command, tmp_path / "killed")
-        assert_same(whole, tmp_path / "killed")

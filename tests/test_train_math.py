@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -32,6 +31,8 @@ from gspo import group_advantages, gspo_loss
 from tests.conftest import (
     QUESTIONS,
     assert_same,
+    at_call,
+    check,
     constant_reward,
     one_line,
     parity_reward,
@@ -348,33 +349,6 @@ class TestTraining:
             assert rows["gspo_token"][key] == gspo
             assert rows["grpo"][key] != gspo
 
-    def test_rewards_each_response_for_its_own_question(self, fresh):
-        """Prompts, responses and columns have the same order."""
-        _, tokenizer = fresh
-        seen = {"asked": []}
-
-        def reward(prompts, completions, answer, **columns):
-            seen.update(prompts=prompts, answers=answer)
-            return [float(i % 3 == 0) for i in range(len(completions))]
-
-        def generate(model, prompts, *rest):
-            seen["asked"] += tokenizer.batch_decode(prompts)
-            return train_math.generate(model, prompts, *rest)
-
-        def build(rollout, advantages, cfg):
-            seen["built"] = tokenizer.batch_decode(rollout.prompts)
-            return train_math.build_minibatches(rollout, advantages, cfg)
-
-        cfg = settings(max_steps=1, rollout_rows=8)
-        questions = sums(7)
-        train_math.train(
-            cfg, *fresh, questions, reward=reward, generate=generate, build_minibatches=build
-        )
-        answers = {row["question"]: row["answer"] for row in questions}
-        assert seen["built"] == [prompt + "\n" for prompt in seen["prompts"]]
-        assert seen["asked"] == seen["built"][::4] and len(set(seen["asked"])) == 4
-        assert seen["answers"] == [answers[prompt] for prompt in seen["prompts"]]
-
     def test_keeps_the_weights_if_all_rewards_are_equal_and_says_so_once(
         self, command, world, tmp_path, capsys
     ):
@@ -465,14 +439,11 @@ class TestTraining:
     def test_stops_if_weights_are_not_finite_and_keeps_the_last_good_state(
         self, command, tmp_path, own_loss, bad
     ):
-        calls = itertools.count(1)
-
-        def loss(*arguments, **more):
-            factor = bad if next(calls) == 4 else 1  # the first is the trial
-            return factor * gspo_loss(*arguments, **more)
+        def bad_loss(*arguments, **more):
+            return bad * gspo_loss(*arguments, **more)
 
         flags = ["--minibatches", "1", "--save_steps", "1", "--output_dir", tmp_path / "a"]
-        own_loss(loss)
+        own_loss(at_call(4, gspo_loss, bad_loss))  # the first is the trial
         line = one_line(train_math.main, *command, *flags, reward=parity_reward)
         assert "step 3: the loss or the weights are not finite" in line
         assert "--learning_rate" in line
@@ -529,21 +500,9 @@ class TestTraining:
         rows = read(whole / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
         metrics = {
-            "step",
-            "reward",
-            "response_length",
-            "cut",
-            "equal_reward_groups",
-            "entropy",
-            "sampler_gap",
-            "loss",
-            "grad_norm",
-            "clip_fraction",
-            "log_ratio_first_max",
-            "log_ratio_mean",
-            "log_ratio_std",
-            "seconds",
-            "seconds_rollout",
+            "step", "reward", "response_length", "cut", "equal_reward_groups", "entropy",
+            "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max",
+            "log_ratio_mean", "log_ratio_std", "seconds", "seconds_rollout",
         }
         evaluation = {"eval_questions", "eval_reward", "eval_reward_interval"}
         assert set(rows[0]) == {"step", "settings"} | evaluation
@@ -588,12 +547,8 @@ class TestEvaluation:
         assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8}
         for i, result in enumerate(results):
             assert result == {
-                "question": f"{i}?",
-                "gold": "7",
-                "response": texts[i],
-                "tokens": len(responses[i]),
-                "reward": float(i < 6),
-                "last_number": float(i < 8),
+                "question": f"{i}?", "gold": "7", "response": texts[i],
+                "tokens": len(responses[i]), "reward": float(i < 6), "last_number": float(i < 8),
             }
         assert len(results) == 10
         train_math.evaluate(*fresh, questions, cfg, temperature=0.5, generate=generate)
@@ -629,15 +584,11 @@ class Killed(BaseException):
     pass
 
 
-def dies_at(call, function, half=None):
-    """The function, but the call with this number does only half of the work and then dies."""
-    calls = itertools.count(1)
+def after(half):
+    """Does half of the work and then dies."""
 
     def dying(*arguments, **more):
-        if next(calls) < call:
-            return function(*arguments, **more)
-        if half:
-            half(*arguments)
+        half(*arguments)
         raise Killed
 
     return dying
@@ -656,34 +607,34 @@ def half_a_model(self, folder):
     (folder / "config.json").write_text("{")
 
 
-KILLS = {
-    "in an update": (train_math.ALGORITHMS, "gspo", 15, gspo_loss, None),
-    "in the log": (Path, "write_text", 6, Path.write_text, half_a_text),
-    "in the results of an evaluation": (Path, "write_text", 5, Path.write_text, half_a_text),
-    "in an evaluation": (train_math, "evaluate", 3, train_math.evaluate, None),
-    "in the first save": (torch, "save", 1, torch.save, half_a_state),
-    "in a later save": (torch, "save", 3, torch.save, half_a_state),
-    "before the first save counts": (os, "replace", 1, os.replace, None),
-    "before a later save counts": (os, "replace", 2, os.replace, None),
+KILLS = {  # what is called, which call of it, and what it does instead
+    "in an update": (None, None, 15, Killed()),
+    "in the log": (Path, "write_text", 6, after(half_a_text)),
+    "in the results of an evaluation": (Path, "write_text", 5, after(half_a_text)),
+    "in an evaluation": (train_math, "evaluate", 3, Killed()),
+    "in the first save": (torch, "save", 1, after(half_a_state)),
+    "in a later save": (torch, "save", 3, after(half_a_state)),
+    "before the first save counts": (os, "replace", 1, Killed()),
+    "before a later save counts": (os, "replace", 2, Killed()),
     "in the model at the end": (
-        transformers.PreTrainedModel, "save_pretrained", 1, None, half_a_model),
+        transformers.PreTrainedModel, "save_pretrained", 1, after(half_a_model)),
 }
 
 
 class TestResuming:
     @pytest.mark.parametrize("moment", KILLS)
     def test_after_a_kill_equals_a_run_never_killed(
-        self, command, whole, tmp_path, monkeypatch, moment
+        self, command, whole, tmp_path, monkeypatch, own_loss, moment
     ):
-        owner, name, call, function, half = KILLS[moment]
-        dying = dies_at(call, function, half)
+        owner, name, call, instead = KILLS[moment]
         with monkeypatch.context() as patch:
-            if owner is train_math.ALGORITHMS:
-                patch.setitem(owner, name, owner[name]._replace(loss=dying))
+            if owner:
+                patch.setattr(owner, name, at_call(call, getattr(owner, name), instead))
             else:
-                patch.setattr(owner, name, dying)
+                own_loss(at_call(call, gspo_loss, instead))
             with pytest.raises(Killed):
                 run(command, tmp_path / "killed")
+        own_loss(gspo_loss)
         run(command, tmp_path / "killed")
         assert_same(whole, tmp_path / "killed")
 
@@ -795,17 +746,12 @@ class TestResuming:
         assert {path.name for path in tmp_path.iterdir()} == {name}
         assert (tmp_path / name).read_text() == "mine"
 
-    def test_refuses_a_file_and_a_damaged_state(self, command, whole, tmp_path):
-        (tmp_path / "file").write_text("mine")
-        file = tmp_path / "file"
-        assert f"--output_dir {file}: " in one_line(train_math.main, *command, "--output_dir", file)
+    def test_refuses_a_damaged_state(self, command, whole, tmp_path):
         shutil.copytree(whole, tmp_path / "a")
         state = tmp_path / "a" / "state.pt"
         state.write_bytes(state.read_bytes()[:-5000])
-        line = one_line(
-            train_math.main, *command, "--output_dir", tmp_path / "a", reward=parity_reward
-        )
-        assert f"--output_dir {tmp_path / 'a'}: " in line
+        with pytest.raises(SystemExit, match=f"--output_dir {tmp_path / 'a'}: "):
+            run(command, tmp_path / "a")
 
     def test_refuses_a_second_process_and_gives_the_lock_back(self, command, tmp_path):
         (tmp_path / "a").mkdir()
@@ -847,18 +793,13 @@ class TestCommandLine:
             train_math.main(flags.split())
         assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err
 
-    def test_gives_each_algorithm_its_own_clip_range(self):
-        for algorithm, expected in (
-            ("gspo", (3e-4, 4e-4)), ("gspo_token", (3e-4, 4e-4)), ("grpo", (0.2, 0.27)),
-        ):
-            cfg = train_math.parse_settings(["--algorithm", algorithm])
-            assert cfg.clip_range() == expected
-        cfg = train_math.parse_settings(["--eps_low", "0.1"])
-        assert cfg.clip_range() == (0.1, 4e-4)
-        cfg = train_math.parse_settings(["--algorithm", "grpo", "--eps_high", "0.1"])
-        assert cfg.clip_range() == (0.2, 0.1)
-        cfg = train_math.parse_settings(["--eps_low", "1", "--eps_high", "1e9"])
-        assert cfg.clip_range() == (1, 1e9), "no clip"
+    @pytest.mark.parametrize("flags, expected", [
+        ("", (3e-4, 4e-4)), ("--algorithm gspo_token", (3e-4, 4e-4)),
+        ("--algorithm grpo", (0.2, 0.27)), ("--eps_low 0.1", (0.1, 4e-4)),
+        ("--algorithm grpo --eps_high 0.1", (0.2, 0.1)), ("--eps_low 1 --eps_high 1e9", (1, 1e9)),
+    ])
+    def test_gives_each_algorithm_its_own_clip_range(self, flags, expected):
+        assert train_math.parse_settings(flags.split()).clip_range() == expected
 
     def test_a_changed_algorithm_has_its_own_clip_range(self):
         grpo = train_math.Settings(algorithm="grpo")
@@ -873,22 +814,10 @@ class TestCommandLine:
         assert settings["dataset"] == "openai/gsm8k"
         numbers = {k: v for k, v in settings.items() if not isinstance(v, str)}
         assert numbers == {
-            "seed": 0,
-            "system": None,
-            "eps_low": None,
-            "eps_high": None,
-            "group_size": 8,
-            "prompts_per_step": 32,
-            "minibatches": 4,
-            "epochs": 1,
-            "learning_rate": 1e-6,
-            "max_steps": 200,
-            "temperature": 1.0,
-            "max_completion_length": 512,
-            "micro_batch_tokens": 1024,
-            "rollout_rows": 256,
-            "save_steps": 25,
-            "eval_steps": None,
+            "seed": 0, "system": None, "eps_low": None, "eps_high": None, "group_size": 8,
+            "prompts_per_step": 32, "minibatches": 4, "epochs": 1, "learning_rate": 1e-6,
+            "max_steps": 200, "temperature": 1.0, "max_completion_length": 512,
+            "micro_batch_tokens": 1024, "rollout_rows": 256, "save_steps": 25, "eval_steps": None,
             "eval_size": 512,
         }
 
@@ -908,11 +837,8 @@ class TestCommandLine:
             assert algorithm in said
 
     def test_names_the_flags_that_help_when_memory_runs_out(self, command, tmp_path, own_loss):
-        def full(*arguments, **more):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
         flags = ["--output_dir", tmp_path / "a"]
-        own_loss(full)
+        own_loss(at_call(1, gspo_loss, torch.OutOfMemoryError("CUDA out of memory.")))
         line = one_line(train_math.main, *command, *flags, reward=parity_reward)
         assert "CUDA out of memory" in line
         assert "--micro_batch_tokens" in line and "--rollout_rows" in line
@@ -920,19 +846,11 @@ class TestCommandLine:
     def test_shows_the_traceback_of_a_mistake_in_a_part_and_can_be_called_again(
         self, command, whole, tmp_path, own_loss
     ):
+        """Between two updates of step 4. Step 3 is not saved."""
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-
-        calls = itertools.count(1)
-
-        def mistaken(*arguments, **more):
-            if next(calls) == 12:  # between two updates of step 4; step 3 is not saved
-                raise RuntimeError("shapes do not fit")
-            return gspo_loss(*arguments, **more)
-
-        flags = [*command, "--output_dir", str(tmp_path / "a")]
-        own_loss(mistaken)
+        own_loss(at_call(12, gspo_loss, RuntimeError("shapes do not fit")))
         with pytest.raises(RuntimeError, match="shapes"):
-            train_math.main(flags, parity_reward)
+            run(command, tmp_path / "a")
         assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
@@ -962,7 +880,7 @@ class TestCommandLine:
         shown = capsys.readouterr().out
         assert "26 questions and 4 held-out ones" in shown and "step 1/3" in shown
         assert "eval_reward 0 (95% CI 0 to 0.49)" in " ".join(shown.split())
-        assert "103,488 parameters" in shown
+        assert "103,488 parameters" in shown and "a complete prompt: 'has 0 figs?" in shown
         assert len([line for line in shown.split("\n") if "? -> '" in line]) == 6
         for step in 0, 2, 3:
             rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
@@ -989,16 +907,10 @@ def blind_to_padding(forward, inputs):
     return forward(**inputs | {"attention_mask": None, "position_ids": None})
 
 
-def check(model, tokenizer, questions, cfg):
-    parts = train_math.Parts(reward=parity_reward)
-    train_math.check_model(model, tokenizer, questions, cfg, parts, train_math.ALGORITHMS)
-
-
 class TestModels:
     @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1], QUESTIONS[:1]])
     def test_that_work_pass_the_check(self, fresh, questions):
-        cfg = settings(instruction="")
-        check(*fresh, questions, cfg)
+        check(*fresh, questions, settings(instruction=""))
 
     @pytest.mark.parametrize("fault", [doubled, forgetful, blind_to_padding])
     @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1]])
@@ -1008,7 +920,7 @@ class TestModels:
         model.forward = lambda **inputs: fault(forward, inputs)
         torch.manual_seed(0)
         with pytest.raises(ValueError, match="log-probs of eight sampled tokens differ"):
-            check(model, tokenizer, questions, settings())
+            check(model, tokenizer, questions)
 
     @pytest.mark.parametrize(
         "fault, words",
@@ -1040,18 +952,6 @@ class TestModels:
         assert words in line
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
 
-    def test_that_are_not_there_or_damaged_end_in_one_line(self, command, world, tmp_path):
-        (tmp_path / "empty").mkdir()
-        shutil.copytree(world / "model", tmp_path / "cut")
-        weights = tmp_path / "cut" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1000])
-        for name in "empty", "nowhere", "cut":
-            line = one_line(
-                train_math.main, *command, "--model", tmp_path / name, "--output_dir",
-                tmp_path / "o",
-            )
-            assert f"--model {tmp_path / name} " in line
-
     @pytest.mark.parametrize("config, name, value", [
         (transformers.Gemma2Config, "final_logit_softcapping", 30.0),
         (transformers.GraniteConfig, "logits_scaling", 8.0),
@@ -1062,10 +962,10 @@ class TestModels:
         assert hasattr(config(), name)
         for harmless in None, 1.0:
             setattr(fresh[0].config, name, harmless)
-            check(*fresh, QUESTIONS, settings())
+            check(*fresh)
         setattr(fresh[0].config, name, value)
         with pytest.raises(ValueError, match=name):
-            check(*fresh, QUESTIONS, settings())
+            check(*fresh)
 
     def test_are_trained_without_dropout(self, fresh):
         """Dropout would give the same tokens other log-probs in each forward."""
@@ -1088,18 +988,3 @@ class TestModels:
         model.float()
         model.frozen = torch.nn.Parameter(torch.ones(1).bfloat16(), requires_grad=False)
         train_math.train(settings(max_steps=1), *fresh, sums(8), reward=parity_reward)
-
-    @pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
-    def test_with_lora_train_their_adapter_alone(self, fresh):
-        from peft import LoraConfig, get_peft_model
-
-        model, tokenizer = fresh
-        adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-        before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
-        cfg = settings(max_steps=2)
-        check(adapted, tokenizer, sums(4), cfg)
-        rows = train_math.train(cfg, adapted, tokenizer, sums(8), sums(2), reward=parity_reward)
-        moved = {name for name, p in adapted.named_parameters() if not torch.equal(p, before[name])}
-        assert moved and all("lora_" in name for name in moved)
-        assert any("lora_A" in name for name in moved) and any("lora_B" in name for name in moved)
-        assert all(row["log_ratio_first_max"] == 0 < row["log_ratio_std"] for row in rows[1:])
