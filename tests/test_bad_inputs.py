@@ -139,6 +139,14 @@ BAD_INPUTS = {
     "an empty file with brackets in its name": (dataset("q[1].jsonl", ""), ["no train part"]),
     "a number instead of a row": (
         dataset("q.jsonl", '{"question": "?", "answer": "1"}\n5\n'), ["row 2", "5"]),
+    "a row without an answer": (dataset("q.jsonl", rows({"question": "?"})), ["row 4 "]),
+    "no answers at all": (dataset("q.jsonl", '{"question": "?"}\n'), ["row 1 "]),
+    "no question": (dataset("q.jsonl", '{"answer": "#### 1"}\n'), ["row 1 "]),
+    "a number as question": (dataset("q.jsonl", '{"question": 1, "answer": "1"}\n'), ["row 1 "]),
+    "a word as answer": (dataset("q.jsonl", rows({"question": "?", "answer": "none"})), ["row 4 "]),
+    "a fraction": (dataset("q.jsonl", rows({"question": "?", "answer": "1/2"})), ["row 4 "]),
+    "other names of columns": (
+        dataset("q.jsonl", '{"problem": "?", "solution": "1"}\n'), ["row 1 needs a question"]),
     "a list of numbers": (dataset("q.json", "[1, 2]"), ["q.json", "form"]),
     "a csv row with a cell too many": (
         dataset("q.csv", "question,answer\nHow many, then?,1\nWho?,2\n"), ["row 1", "form"]),

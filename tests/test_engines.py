@@ -1,4 +1,4 @@
-"""gspo_loss in other frameworks: DDP and FSDP2 in plain torch, the trainers of TRL and verl, LoRA.
+"""gspo_loss in other frameworks: DDP and FSDP2 in plain torch, the trainers of TRL and verl.
 The code blocks are read from the pages. A test is skipped if a package that it needs is missing.
 
     python -m pytest tests/test_engines.py
@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import train_math
-from common import tiny_model
 from gspo import gspo_loss, token_log_probs
-from tests.conftest import TOP, block, check
+from tests.conftest import TOP, block
 
 pytestmark = pytest.mark.slow
 
@@ -351,26 +350,6 @@ def test_two_processes_of_trl_equal_one(tmp_path):
     off = ((one - two).norm() / one.norm()).item()
     print(f"the weights moved by {one.norm():.3f}; two processes differ by {off:.1e} of it")
     assert off < 1e-4
-
-
-# ---- LoRA ----------------------------------------------------------------------------------------
-
-
-def test_lora_trains_its_adapters_alone():
-    peft = pytest.importorskip("peft")
-    tokenizer = tiny_model.tiny_tokenizer()
-    model = tiny_model.tiny_model(tokenizer, 0)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    cfg = train_math.Settings(
-        output_dir=None, device="cpu", instruction="", prompts_per_step=4, group_size=4,
-        minibatches=2, max_steps=2, max_completion_length=8, learning_rate=1e-2)
-    check(model, tokenizer, [{"question": "Ann?"}], cfg, length_reward)
-    rows = train_math.train(cfg, model, tokenizer, [{"question": "Ann?"}, {"question": "Bob, 2?"}],
-                            reward=length_reward)
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {name for name in before if "lora_" in name}
-    assert all(row["log_ratio_first_max"] == 0 and row["log_ratio_std"] > 0 for row in rows[1:])
 
 
 # ---- verl ----------------------------------------------------------------------------------------

@@ -213,14 +213,11 @@ class TestBothSamplers:
 
 
 class TestWhichSampler:
-    @pytest.mark.parametrize(
-        "kind, can",
-        [
-            ("Qwen2", True), ("Qwen3", True), ("GPT-2", True), ("a long window", True),
-            ("only windows", True), ("a short window", False), ("Gemma 3", False), ("LFM2", False),
-            ("CTRL", False), ("eager", False), ("linear rope", True), ("dynamic rope", False),
-        ],
-    )
+    @pytest.mark.parametrize("kind, can", [
+        ("Qwen2", True), ("Qwen3", True), ("GPT-2", True), ("a long window", True),
+        ("only windows", True), ("a short window", False), ("Gemma 3", False), ("LFM2", False),
+        ("CTRL", False), ("eager", False), ("linear rope", True), ("dynamic rope", False),
+    ])
     def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
         model, _ = model_of(kind)
         assert cuda_sampling.cache_can_be_static(model, 64) is can

@@ -105,28 +105,6 @@ class TestDataset:
             hashes.append(support.runs.fingerprint(dataset("x"), some)["questions"])
         assert hashes[0] == hashes[1] and len(set(hashes)) == 3
 
-    @pytest.mark.parametrize(
-        "text, words",
-        [
-            ('{"question": "?"}\n', "row 1 "), ('{"answer": "#### 1"}\n', "row 1 "),
-            ('{"question": 1, "answer": "1"}\n', "row 1 "),
-            ('{"question": "?", "answer": "none"}\n', "row 1 "),
-            ('{"question": "?", "answer": "1"}\n{"question": "?", "answer": "1/2"}\n', "row 2 "),
-            ('{"question": "?", "answer": "1"}\n' * 5 + '{"question": "?"}\n', "row 6 "),
-            ('{"problem": "?", "solution": "1"}\n', "row 1 needs a question"),
-        ],
-    )
-    def test_that_is_wrong_ends_in_one_line_that_says_where(
-        self, command, tmp_path, monkeypatch, text, words
-    ):
-        load = {"load": lambda *a: pytest.fail("a model was loaded first")}
-        path = tmp_path / "q.jsonl"
-        path.write_text(text)
-        line = one_line(
-            train_math.main, *command, "--dataset", path, "--output_dir", tmp_path / "o", **load
-        )
-        assert line.startswith(f"train_math.py: --dataset {path}: ") and words in line
-
 
 class Spy:
     """Records what goes into and out of each part of a step."""
@@ -377,10 +355,8 @@ class TestTraining:
         assert row["log_ratio_first_max"] > 0
         assert "note: log_ratio_first_max is not 0" in capsys.readouterr().out
 
-    @pytest.mark.parametrize(
-        "equal, is_noted",
-        [([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False)],
-    )
+    @pytest.mark.parametrize("equal, is_noted", [
+        ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False)])
     def test_notes_that_the_first_three_steps_have_no_gradient(self, equal, is_noted):
         rows = [{"step": 0}]
         for step, fraction in enumerate(equal, 1):
@@ -475,26 +451,17 @@ class TestTraining:
         assert set(seen["forward"]) == {False} and set(seen["backward"]) == {True}
         assert not torch.backends.cuda.matmul.allow_tf32
 
-    @pytest.mark.parametrize("before", [False, True])
-    def test_restores_the_precision_after_an_exception_too(self, fresh, own_loss, before):
-        matmul = torch.backends.cuda.matmul
-
-        def fails(gradient):
-            raise RuntimeError("in the backward")
-
+    def test_restores_the_precision_after_an_exception_too(self, fresh, own_loss, monkeypatch):
         def loss(*arguments, **more):
             loss = gspo_loss(*arguments, **more)
-            loss.register_hook(fails)
+            loss.register_hook(at_call(1, None, RuntimeError("in the backward")))
             return loss
 
-        matmul.allow_tf32 = before
-        try:
-            with pytest.raises(RuntimeError, match="in the backward"):
-                own_loss(loss)
-                train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
-            assert not matmul.allow_tf32, "train() switches it off, whatever it was"
-        finally:
-            matmul.allow_tf32 = False
+        own_loss(loss)
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+        with pytest.raises(RuntimeError, match="in the backward"):
+            train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
+        assert not torch.backends.cuda.matmul.allow_tf32, "train() switches it off at the start"
 
     def test_writes_what_it_promises(self, whole):
         rows = read(whole / "metrics.jsonl")
@@ -555,10 +522,8 @@ class TestEvaluation:
         assert asked[1] == (10, 1, 9, 0.5)
         assert support.metrics.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
 
-    @pytest.mark.parametrize(
-        "values, interval",
-        [([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)],
-    )
+    @pytest.mark.parametrize("values, interval", [
+        ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
     def test_with_an_own_reward_has_an_interval_where_it_is_0_or_1(self, fresh, values, interval):
         questions = [{"question": "?", "level": i} for i in range(3)]
         levels = []
@@ -572,12 +537,6 @@ class TestEvaluation:
         assert ("eval_reward_interval" in row) is interval and "eval_last_number" not in row
         assert [result["reward"] for result in row["eval_results"]] == values
         assert all(result["gold"] is None for result in row["eval_results"])
-
-    def test_takes_place_every_save_steps_rollouts_and_at_the_end(self, fresh):
-        rows = train_math.train(
-            settings(max_steps=7, save_steps=3), *fresh, sums(8), sums(2), reward=parity_reward
-        )
-        assert [i for i, row in enumerate(rows) if "eval_reward" in row] == [0, 3, 6, 7]
 
 
 class Killed(BaseException):
@@ -709,23 +668,20 @@ class TestResuming:
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
 
-    @pytest.mark.parametrize(
-        "flags, words",
-        [
-            (["--seed", "1"], "other values of seed."),
-            (["--group_size", "2"], "other values of group_size."),
-            (["--epochs", "2", "--temperature", "0.9"], "other values of epochs, temperature."),
-            (["--algorithm", "grpo"], "other values of algorithm, eps_low, eps_high."),
-            (["--learning_rate", "1"], "other values of learning_rate."),
-            (["--prompts_per_step", "8"], "other values of prompts_per_step."),
-            (["--minibatches", "2"], "other values of minibatches."),
-            (["--instruction", "Hm."], "other values of instruction."),
-            (["--max_completion_length", "7"], "other values of max_completion_length."),
-            (["--model", "other"], "other values of model."),
-            (["--eval_size", "2"], "questions (they also change with --eval_size)."),
-            (["--dataset", "changed.jsonl"], "questions (they also change with --eval_size)."),
-        ],
-    )
+    @pytest.mark.parametrize("flags, words", [
+        (["--seed", "1"], "other values of seed."),
+        (["--group_size", "2"], "other values of group_size."),
+        (["--epochs", "2", "--temperature", "0.9"], "other values of epochs, temperature."),
+        (["--algorithm", "grpo"], "other values of algorithm, eps_low, eps_high."),
+        (["--learning_rate", "1"], "other values of learning_rate."),
+        (["--prompts_per_step", "8"], "other values of prompts_per_step."),
+        (["--minibatches", "2"], "other values of minibatches."),
+        (["--instruction", "Hm."], "other values of instruction."),
+        (["--max_completion_length", "7"], "other values of max_completion_length."),
+        (["--model", "other"], "other values of model."),
+        (["--eval_size", "2"], "questions (they also change with --eval_size)."),
+        (["--dataset", "changed.jsonl"], "questions (they also change with --eval_size)."),
+    ])
     def test_refuses_another_run_by_what_it_has_changed(
         self, command, whole, tmp_path, monkeypatch, flags, words
     ):
@@ -764,25 +720,22 @@ class TestResuming:
 
 
 class TestCommandLine:
-    @pytest.mark.parametrize(
-        "flags, word",
-        [
-            ("--group_size 1", "--group_size 1"), ("--group_sizes 4", "--group_sizes"),
-            ("--group_siz 4", "--group_siz"), ("--rollout_rows 0", "--rollout_rows"),
-            ("--prompts_per_step 0", "--prompts_per_step"),
-            ("--prompts_per_step 6", "--minibatches"), ("--temperature 0", "--temperature"),
-            ("--learning_rate nan", "nan"), ("--learning_rate -1", "--learning_rate"),
-            ("--eps_low 0", "--eps_low"), ("--eps_low 1.5", "eps_low 1.5"),
-            ("--eps_low 0.9997", "0.9997"), ("--eps_low 0.9", "distance"),
-            ("--eps_high 0", "--eps_high"), ("--eps_high -0.1", "--eps_high"),
-            ("--eps_high inf", "--eps_high"), ("--tiny", "--tiny"),
-            ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
-            ("--seed -1", "--seed"), ("--seed 99999999999999999", "--seed"), ("stray", "stray"),
-            ("--save_steps 0", "--save_steps"), ("--micro_batch_tokens 0", "--micro_batch_tokens"),
-            ("--epochs 0", "--epochs"), ("--minibatches 0", "--minibatches"),
-            ("--max_completion_length 0", "--max_completion_length"),
-        ],
-    )
+    @pytest.mark.parametrize("flags, word", [
+        ("--group_size 1", "--group_size 1"), ("--group_sizes 4", "--group_sizes"),
+        ("--group_siz 4", "--group_siz"), ("--rollout_rows 0", "--rollout_rows"),
+        ("--prompts_per_step 0", "--prompts_per_step"),
+        ("--prompts_per_step 6", "--minibatches"), ("--temperature 0", "--temperature"),
+        ("--learning_rate nan", "nan"), ("--learning_rate -1", "--learning_rate"),
+        ("--eps_low 0", "--eps_low"), ("--eps_low 1.5", "eps_low 1.5"),
+        ("--eps_low 0.9997", "0.9997"), ("--eps_low 0.9", "distance"),
+        ("--eps_high 0", "--eps_high"), ("--eps_high -0.1", "--eps_high"),
+        ("--eps_high inf", "--eps_high"), ("--tiny", "--tiny"),
+        ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
+        ("--seed -1", "--seed"), ("--seed 99999999999999999", "--seed"), ("stray", "stray"),
+        ("--save_steps 0", "--save_steps"), ("--micro_batch_tokens 0", "--micro_batch_tokens"),
+        ("--epochs 0", "--epochs"), ("--minibatches 0", "--minibatches"),
+        ("--max_completion_length 0", "--max_completion_length"),
+    ])
     def test_refuses_what_is_wrong_in_one_line(self, flags, word):
         line = one_line(train_math.main, *flags.split())
         assert line.startswith("train_math.py: settings: ") and word in line
@@ -922,13 +875,10 @@ class TestModels:
         with pytest.raises(ValueError, match="log-probs of eight sampled tokens differ"):
             check(model, tokenizer, questions)
 
-    @pytest.mark.parametrize(
-        "fault, words",
-        [
-            ("no pair by one token", "not a pair"), ("no end", "an end token"),
-            ("no template", "chat"), ("too long", "up to 515 tokens"), ("nan", "differ by nan"),
-        ],
-    )
+    @pytest.mark.parametrize("fault, words", [
+        ("no pair by one token", "not a pair"), ("no end", "an end token"),
+        ("no template", "chat"), ("too long", "up to 515 tokens"), ("nan", "differ by nan"),
+    ])
     def test_that_do_not_fit_end_in_one_line_before_any_step(
         self, command, fresh, tmp_path, fault, words
     ):
