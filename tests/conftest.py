@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import traceback
@@ -13,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import gspo
-import support
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
@@ -101,14 +98,6 @@ def write_jsonl(path, rows):
 def settings(**changes):
     """Settings of a few fast steps that write nothing."""
     return train_math.Settings(**{"output_dir": None} | SMALL | changes)
-
-
-def copy_script(folder):
-    """Copies train_math.py, and what it needs beside it: gspo.py and support/."""
-    for module in train_math, gspo:
-        shutil.copy(module.__file__, folder)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(support.__file__).parent, Path(folder, "support"), ignore=ignored)
 
 
 def check(model, tokenizer, questions=QUESTIONS, cfg=None, reward=parity_reward, **parts):

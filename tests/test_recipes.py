@@ -253,7 +253,7 @@ def test_a_killed_run_continues(name, command, tmp_path):
     for folder, killed_in in ("whole", None), ("killed", 3), ("killed", None):
         status, _, errors = run_code(
             BEFORE.format(killed_in=killed_in) + code, *command, *FLAGS, "--algorithm", algorithm,
-            "--output_dir", tmp_path / folder)
+            "--max_completion_length", "12", "--output_dir", tmp_path / folder)
         assert status == (-signal.SIGKILL if killed_in else 0), errors
         found.append((without_clocks(read(tmp_path / folder / "metrics.jsonl")),
                       torch.load(tmp_path / folder / "state.pt")))

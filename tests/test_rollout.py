@@ -66,8 +66,7 @@ def micro_batch(prompts, responses, device="cpu"):
 
 
 def assert_log_probs_of_the_update(
-    model, prompts, group_size, responses, sampled, temperature, atol=1e-4
-):
+        model, prompts, group_size, responses, sampled, temperature, atol=1e-4):
     """The sampler's log-probs are those of response_log_probs, and 0 after the end."""
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     batch = micro_batch(prompts, responses, model.device)
@@ -297,8 +296,7 @@ class TestPrecision:
             value = torch.zeros(model.config.hidden_size)
             value[3] = size
             model.model.layers[0].mlp.register_forward_hook(
-                lambda module, inputs, output: output + value.to(output.dtype)
-            )
+                lambda module, inputs, output: output + value.to(output.dtype))
             return model, encoded(tokenizer)
 
         pretend_cuda(model)
@@ -322,8 +320,7 @@ class TestPrecision:
 
     @pytest.mark.parametrize("size, expected", [(100.0, torch.float16), (1e6, torch.bfloat16)])
     def test_is_bf16_if_float16_overflows_and_one_line_says_so(
-        self, outlier, capsys, size, expected
-    ):
+            self, outlier, capsys, size, expected):
         dtype, shown = self.dtype_of(*outlier(size), capsys)
         assert dtype == expected
         assert shown.count("\n") == shown.count("torch.float16") == (size == 1e6)
@@ -435,8 +432,7 @@ class TestSample:
         tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}A{% endif %}"
-            "{% if enable_thinking is false %} now{% endif %}"
-        )
+            "{% if enable_thinking is false %} now{% endif %}")
         cfg = settings(instruction="Say #### 1")
         ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
         assert tokenizer.decode(ids[0]) == "user How?\nSay #### 1A now"
@@ -508,8 +504,7 @@ class TestLogProbs:
                 log_probs = train_math.response_log_probs(model, batch, 1.0)
                 old_log_probs = log_probs.detach() - 1e-4
                 loss = gspo_loss(
-                    log_probs, old_log_probs, batch.advantages, batch.mask, denominator=8
-                )
+                    log_probs, old_log_probs, batch.advantages, batch.mask, denominator=8)
                 loss.backward()
             return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -532,8 +527,7 @@ class TestLogProbs:
         (batches,) = train_math.build_minibatches(rollout, torch.ones(80), cfg)
         most = tokens // 16
         assert [len(batch.ids) for batch in batches] == [most] * (80 // most) + [80 % most] * (
-            80 % most > 0
-        )
+            80 % most > 0)
 
     def test_are_taken_in_minibatches_of_whole_groups(self, fresh):
         _, tokenizer = fresh

@@ -37,13 +37,6 @@ def test_only_the_last_number_is_rewarded(text, reward):
     assert sums.last_number_reward(None, [text], ["51"], factors=[["3", "17"]]) == [reward]
 
 
-def log(folder, **settings):
-    """Writes the log of a training run with one rollout."""
-    (folder / "training").mkdir(parents=True, exist_ok=True)
-    write(folder / "training" / "metrics.jsonl", [
-        {"step": 0, "settings": settings}, {"step": 1, "reward": 0.5, "seconds": 90}])
-
-
 def contents(folder):
     """{path: bytes} of all files in the folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -91,7 +84,9 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
 
     def train(argv, reward):
         trained.append(sums.train_math.parse_settings(argv))
-        log(tmp_path, **vars(trained[-1]))
+        (tmp_path / "training").mkdir(exist_ok=True)
+        write(tmp_path / "training" / "metrics.jsonl", [
+            {"step": 0, "settings": vars(trained[-1])}, {"step": 1, "reward": 0.5, "seconds": 90}])
 
     monkeypatch.setattr(sums.train_math, "load", load)
     ask = functools.partial(sums.train_math.evaluate, sample=sample)

@@ -316,8 +316,7 @@ def test_runs_before_train_math_on_a_local_model_and_dataset(tmp_path, monkeypat
     rows[::2] = [row | {"answer": row["answer"].split()[-1]} for row in rows[::2]]
     data = ["--dataset", write_jsonl(tmp_path / "q.jsonl", rows), "--device", "cpu"]
     flags = [
-        "--model", "model", "--steps", "30", "--learning_rate", "1e-2", "--output_dir", "out/cold",
-    ]
+        "--model", "model", "--steps", "30", "--learning_rate", "1e-2", "--output_dir", "out/cold"]
     seen = []
     log_probs = train_math.response_log_probs
 
