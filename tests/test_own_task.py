@@ -86,7 +86,6 @@ def a_reward_that_returns(value):
 
 
 FAULTY_REWARDS = {
-    "NaN": (lambda texts: [math.nan] * len(texts), "[nan, nan]"),
     "one NaN": (lambda texts: [0.0] * (len(texts) - 1) + [math.nan], "[0.0, nan]"),
     "inf": (lambda texts: [-math.inf] * len(texts), "[-inf, -inf]"),
     "None": (None, "None"),
@@ -94,9 +93,8 @@ FAULTY_REWARDS = {
     "one number": (1.0, "1.0"),
     "one number too few": (lambda texts: [1.0] * (len(texts) - 1), "[1.0]"),
     "one number too many": (lambda texts: [1.0] * (len(texts) + 1), "[1.0, 1.0, 1.0]"),
-    "a dict": ({"format": 1.0, "answer": 0.0}, "{'format': 1.0, 'answer': 0.0}"),
     "texts": (lambda texts: ["good"] * len(texts), "['good', 'good']"),
-    "a dict whose keys are numbers": (lambda texts: {0: 1.0, 1: 0.0}, "{0: 1.0, 1: 0.0}"),
+    "a dict": (lambda texts: {0: 1.0, 1: 0.0}, "{0: 1.0, 1: 0.0}"),
     "a text of digits": (lambda texts: "01", "'01'"),
     "a set": (lambda texts: {0.0, 1.0}, "{0.0, 1.0}"),
     "a list for each text": (lambda texts: [[1.0]] * len(texts), "[[1.0], [1.0]]"),
@@ -334,18 +332,6 @@ class TestWhatIsKept:
         fresh[0].train()
         check(*fresh, questions, reward=reward, encode_prompts=with_hint)
         assert not fresh[0].training
-
-    def test_a_signal_after_a_save_is_saved_too(self, fresh, tmp_path):
-        stopped = []
-
-        def on_step(row):
-            if row["step"] == 1:
-                stopped.append(15)
-
-        cfg = settings(output_dir=str(tmp_path), max_steps=6, save_steps=6)
-        train_math.train(cfg, *fresh, sums(4), stopped=stopped, on_step=on_step,
-                         reward=parity_reward)
-        assert len(torch.load(tmp_path / "state.pt")["rows"]) == 2
 
     @pytest.mark.parametrize("ending", ["jsonl", "csv"])
     def test_answers_stay_as_they_are_written(self, tmp_path, ending):

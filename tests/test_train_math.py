@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -788,18 +788,8 @@ class TestCommandLine:
 
     def test_works_outside_of_the_main_thread(self, command, whole, tmp_path):
         """There, Python does not allow signal handlers."""
-        errors = []
-
-        def work():
-            try:
-                run(command, tmp_path / "a")
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert not errors
+        with ThreadPoolExecutor() as threads:
+            threads.submit(run, command, tmp_path / "a").result()
         assert_same(whole, tmp_path / "a")
 
     def test_rewards_correct_numbers_if_no_reward_is_given(self, command, tmp_path, capsys):
