@@ -1,8 +1,8 @@
 """gspo_loss in other frameworks: DDP and FSDP2 in plain torch, the trainers of TRL and verl.
 The code blocks are read from the pages. A test is skipped if a package that it needs is missing.
 
-    python -m pytest tests/test_engines.py
-    pip install trl==1.16.0 peft==0.21.2, and for verl see .ci/run     # then nothing is skipped
+    python -m pytest -m slow tests/test_engines.py
+    pip install trl==1.16.0, and for verl see .ci/run     # then nothing is skipped
 """
 import inspect
 import os

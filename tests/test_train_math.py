@@ -1,6 +1,6 @@
 """train_math.py: data, training, evaluation, resuming, the command line, models that are refused.
 
-Further tests of it are in test_answers.py, test_rollout.py and test_own_task.py.
+Further tests of it are in test_answers, test_rollout, test_bad_inputs and test_own_task.
 """
 
 import copy
