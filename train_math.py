@@ -82,7 +82,7 @@ class Settings:
     # Memory and evaluation
     micro_batch_tokens: int | None = flag(
         None, "tokens per forward pass in the update; default: what fits the memory of the GPU")
-    rollout_rows: int = flag(256, "responses sampled at once")
+    rollout_rows: int = flag(256, "responses sampled at once; half as many if greedy")
     save_steps: int = flag(25, "rollouts between two saves of the run")
     eval_steps: int | None = flag(None, "rollouts between two evaluations; default: save_steps")
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
@@ -132,7 +132,7 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
     questions = copy.deepcopy(questions)  # a part of yours may change them
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
     end_ids = end_tokens(model, tokenizer)
-    prompts_at_once = max(1, cfg.rollout_rows // max(2, group_size))  # to read them needs memory
+    prompts_at_once = max(1, cfg.rollout_rows // (group_size if temperature else 2 * group_size))
     generated = []
     for i in range(0, len(prompts), prompts_at_once):
         generated.append(parts.generate(

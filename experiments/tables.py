@@ -5,7 +5,7 @@
 
 Nothing is trained or measured. Not included are lesson/results/bugs.md, whose runs take six minutes
 (python -m lesson.find_the_bug --all), and the pictures of the lesson (`python -m lesson.seeds
-table`, `python -m lesson.clip_figure` and `python -m lesson.find_the_bug`).
+table`, `python -m lesson.explorer` and `python -m lesson.find_the_bug`).
 
 Four tables belong to measurements whose scripts were deleted after the runs. The scripts are in
 commit 5a42b2b: GSM8K on a CPU (experiments/qwen/gsm8k.py), 16-bit copies of the weights

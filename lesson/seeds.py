@@ -10,7 +10,7 @@ trains on fresh pairs, which were used to evaluate these settings. lesson/result
 settings, the criterion and the pairs, and was committed before the fresh runs. A run whose log
 exists in lesson/results/ is not repeated. If a command is interrupted, run it again to continue.
 `--worlds 13 14` restricts a process to these worlds, so that two processes can divide the work.
-`table` trains nothing, and only rewrites lesson/results/table.md and its two pictures.
+`table` trains nothing, and only rewrites lesson/results/table.md and its picture.
 """
 import argparse
 import json
@@ -292,46 +292,6 @@ def draw_collapse(runs, path):
     plot.shrink(path)
 
 
-def draw(runs, path):
-    """The picture of the lesson, of {variant: {pair: rows}}."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    panels = {"reward": "accuracy of the sampled responses (%)",
-              "log_ratio_std": "standard deviation of log s (log scale)",
-              "clip_fraction": "clipped tokens (%)"}
-    curved = axes.flat[0], axes.flat[2], axes.flat[3]
-    for name, by_pair in runs.items():
-        for axis, (key, label) in zip(curved, panels.items()):
-            scale = 1 if key == "log_ratio_std" else 100
-            draw_curves(axis, by_pair, key, scale, STYLES[name], name)
-            axis.set_ylabel(label)
-    axes[0, 0].set(ylim=(0, 100), title="while training, at temperature 1")
-    axes[1, 0].set(yscale="log", title="how far the policy moves after the first update\n"
-                   "(one update has no value here)")
-    axes[1, 1].set(title="what the clip removes from the gradient")
-    last = axes[0, 1]
-    for place, (name, by_pair) in enumerate(runs.items()):
-        color, _, marker = STYLES[name]
-        greedy = [100 * rows[-1]["eval_reward"] for rows in by_pair.values()]
-        shifts = [0.03 * (i - (len(greedy) - 1) / 2) for i in range(len(greedy))]
-        last.plot([place + shift for shift in shifts], greedy, marker, color=color, markersize=5)
-    last.axhline(100 * COLLAPSED, color="black", linewidth=0.8, linestyle=":")
-    last.annotate("A run below this line has collapsed.", (1, 100 * COLLAPSED), (0, 4),
-                  textcoords="offset points", ha="center", fontsize=9)
-    last.set(ylim=(-3, 103), xticks=range(len(runs)), xticklabels=list(runs),
-             ylabel="greedy accuracy, held-out (%)", title="after training, each run")
-    last.grid(alpha=0.3, axis="y")
-    number = len(runs["GSPO"])
-    collapsed = sum(rows[-1]["eval_reward"] < COLLAPSED for rows in runs["no clip"].values())
-    figure.suptitle(f"Without a clip, {collapsed} of {number} runs collapse. "
-                    "With the other three variants, none does.")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  title=f"bold with markers: mean of {number} runs; thin: one run; "
-                        "one update: one optimizer step per rollout", handlelength=4)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    plot.shrink(path)
-
-
 def tabulate():
     """The tables as markdown. Also draws the picture, once all fresh runs are there."""
     text = "Final held-out accuracy in percent: greedy / sampled at temperature 1.\n"
@@ -347,7 +307,6 @@ def tabulate():
         text += report_table(runs)
         text += ("\nThe plan's criterion: at least 11 of the 12 runs without a clip collapse, and "
                  "at least 11 of the 12 runs with GSPO reach 90%.\n")
-        draw(runs, RESULTS / "seeds.png")
         draw_collapse(runs, RESULTS / "collapse.png")
     return text
 

@@ -402,12 +402,12 @@ class TestMicroBatch:
             (tokens("0110 1110 0000"), "the end token belongs to the response"),
             (tokens("0110 1100 0000"), "the last token of each response belongs to it, too"),
             (tokens("0101 1110 0001"), "a token of the response may be 0, as padding is: make the "
-             "mask from lengths")])
+             "mask from rollout.is_sampled")])
 
     def test_mask_keeps_the_end_token_where_it_is_the_pad_token(self):
         mask = self.made([0, 2]).mask
         check(mask.sum(dim=1), [3, 1], "the end token belongs to the response: make the mask "
-              "from lengths, because a model may use its end token for padding")
+              "from rollout.is_sampled, because a model may use its end token for padding")
 
     def test_mask_is_0_on_a_token_that_the_model_did_not_sample(self):
         """A tool has written the second token of the first response."""

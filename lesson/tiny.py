@@ -103,7 +103,8 @@ def warm_up(model, tokenizer, seed):
 def accuracy(model, tokenizer, rows, temperature):
     """The accuracy on these questions; temperature 0 is greedy decoding."""
     cfg = train_math.parse_settings([*FLAGS, "--instruction", ""])
-    cfg = replace(cfg, rollout_rows=len(rows))  # all at once
+    # All at once, also in greedy decoding, which takes only half of rollout_rows.
+    cfg = replace(cfg, rollout_rows=2 * len(rows))
     torch.manual_seed(0)
     row = train_math.evaluate(model, tokenizer, rows, cfg, temperature=temperature)
     return row["eval_reward"]

@@ -35,8 +35,9 @@ def test_several_rewards_are_logged(fresh):
     questions = [{"question": f"{i}?", "answer": str(i)} for i in range(8)]
     rows = train_math.train(settings(max_steps=1), *fresh, questions, questions[:2], reward=reward)
     for row, prefix in (rows[0], "eval_"), (rows[1], ""), (rows[1], "eval_"):
-        assert set(row[f"{prefix}short"]) == {1}
-        assert row[f"{prefix}reward"] == pytest.approx(row[f"{prefix}accuracy"] + 0.2)
+        accuracy = row[f"{prefix}accuracy"]
+        assert row[f"{prefix}short"] == 1
+        assert row[f"{prefix}reward"] == pytest.approx(sum(accuracy) / len(accuracy) + 0.2)
 
 
 def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
@@ -120,8 +121,8 @@ def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeyp
         rows = train_math.train(cfg, model, fresh[1], sums(8), sums(2), reward=reward, **parts)
         equal.append(sum(row["equal_reward_groups"] for row in rows[1:]) / 6)
         assert all(row["log_ratio_first_max"] in (0, None) for row in rows[1:])
-    assert [len(prompts) for prompts in seen[:3]] == [2, 24, 12]  # the first is an evaluation
-    assert set(seen[2]) <= set(seen[1])
+    assert [len(prompts) for prompts in seen[:4]] == [2, 2, 24, 12]  # first an evaluation
+    assert set(seen[3]) <= set(seen[2])
     assert equal[1] < equal[0] / 2
 
 

@@ -3,9 +3,10 @@
 The gradient of each update agrees with a formula that is written out: one response at a time,
 without padding and micro-batches. A run that is killed continues as if it had not been."""
 import copy
+import re
 import signal
 import sys
-from importlib.util import find_spec
+import zlib
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_tokenizer
-from tests.conftest import block, parity_reward, run_code, without_clocks
+from tests.conftest import block, run_code, without_clocks
+from tests.test_repository import sizes
 
 PAGE = "guides/own_task.md"
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
@@ -22,29 +24,49 @@ FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_t
 PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 
 
+def reward(prompts, completions, answer=None, **columns):
+    """A hash, so that two responses hardly ever have the same reward, or 0 for some questions."""
+    return [0.0 if prompt.startswith("Ann Ann Ann") else zlib.crc32(text.encode()) % 97 / 97
+            for prompt, text in zip(prompts, completions)]
+
+
+def rewards_of(rollout):
+    return reward([row["question"] for row in rollout.questions], rollout.texts)
+
+
 def with_lora():
-    """The recipe for a KL penalty, with the two functions that the recipe for LoRA replaces."""
-    *definitions, call = block(PAGE, "gspo_kl").rsplit("train_math.main(", 1)
-    return "".join(definitions) + block(PAGE, "get_peft_model") + "train_math.main(" + call
+    """The recipe for a KL penalty, with the two functions of the recipe for LoRA."""
+    of_lora = block(PAGE, "get_peft_model")
+    code = block(PAGE, "gspo_kl")
+    for name in "load", "reference_log_probs":
+        function = rf"(?:@.*\n)?def {name}\(.*\n(?: .*\n)+"
+        code = code.replace(re.search(function, code)[0], re.search(function, of_lora)[0])
+    return re.search("from peft .*\n", of_lora)[0] + code
 
 
-RECIPES = {  # the code, its algorithm, and whether its micro-batches hold all responses
-    "token_mean": (block(PAGE, "leave_one_out"), "token_mean", True),
-    "kl": (block(PAGE, "gspo_kl"), "gspo_kl", True),
-    "lora_kl": (with_lora(), "gspo_kl", True),
-    "tis": (block(PAGE, "gspo_tis"), "gspo_tis", False),
-    "off_policy": (block(PAGE, 'user_state["weights"]'), "gspo", False),
-    "tools": (block(PAGE, "is_sampled"), "gspo", False),
-    "curriculum": (block(PAGE, "pass_rates"), "gspo", False),
+RECIPES = {  # the code and its algorithm
+    "token_mean": (block(PAGE, "leave_one_out"), "token_mean"),
+    "kl": (block(PAGE, "gspo_kl"), "gspo_kl"),
+    "lora": (with_lora(), "gspo_kl"),
+    "tis": (block(PAGE, "gspo_tis"), "gspo_tis"),
+    "off_policy": (block(PAGE, 'user_state["weights"]'), "gspo"),
+    "tools": (block(PAGE, "is_sampled"), "gspo"),
+    "curriculum": (block(PAGE, "pass_rates"), "gspo"),
+    "dynamic": (block(PAGE, "is_equal"), "gspo"),
 }
-NEEDS_PEFT = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
-NAMES = [pytest.param(name, marks=NEEDS_PEFT) if name == "lora_kl" else name for name in RECIPES]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short(name):
+    size = sizes(RECIPES[name][0])
+    lines = size["tokens"] / size["tokens per code line"]
+    assert lines <= (30 if name in ("tools", "lora") else 25)
+    assert size["tokens per code line"] <= 11
 
 
 @pytest.fixture
 def recipe(command, monkeypatch, tmp_path):
-    """A function that runs a recipe: (name, prepare) -> its updates. `prepare` may change what the
-    block defines and its parts. An update is (the responses that it uses, the model before it, the
+    """A function that runs a recipe and returns its updates. An update is (the model before it, the
     gradients, the rollouts until then). A rollout is (the model before its step, the Rollout)."""
     algorithms = dict(train_math.ALGORITHMS)
     main = train_math.main
@@ -52,15 +74,16 @@ def recipe(command, monkeypatch, tmp_path):
     rollouts = []
     updates = []
 
-    def run(name, prepare=lambda names, parts: None):
-        code, algorithm, keeps_all = RECIPES[name]
-        flags = [*command, *FLAGS, "--output_dir", str(tmp_path / "run"), "--algorithm", algorithm]
-        parts = {"reward": parity_reward}
+    def run(name, prepare=None):
+        code, algorithm = RECIPES[name]
+        flags = [*command, *FLAGS, "--output_dir", str(tmp_path / "run")]
+        parts = {"reward": reward}
         names = {}
-        monkeypatch.setattr(sys, "argv", ["mine.py", *flags[:-2]])
+        monkeypatch.setattr(sys, "argv", ["mine.py", *flags])
         monkeypatch.setattr(train_math, "main", lambda **replaced: parts.update(replaced))
         exec(code, names)
-        prepare(names, parts)
+        if prepare:
+            prepare(names, parts)
         inner = parts.get("sample", train_math.sample)
 
         def sample(model, tokenizer, questions, group_size, *others):
@@ -68,23 +91,16 @@ def recipe(command, monkeypatch, tmp_path):
             rollout = inner(model, tokenizer, questions, group_size, *others)
             if group_size > 1:
                 rollouts.append((before, rollout))
-                monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recording(model))
+
+                def record(parameters, most):
+                    grads = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
+                    updates.append((copy.deepcopy(model), torch.cat(grads), list(rollouts)))
+                    return clip(model.parameters(), most)
+
+                monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
             return rollout
 
-        def recording(model):
-            _, rollout = rollouts[-1]
-            rewards = parity_reward(None, rollout.texts)
-            used = [i for i in (range(8), range(8, 16)) if keeps_all or has_gradient(rewards, i)]
-            used = iter(used)
-
-            def record(parameters, most):
-                grads = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-                updates.append((next(used), copy.deepcopy(model), grads, list(rollouts)))
-                return clip(model.parameters(), most)
-
-            return record
-
-        main(flags, **parts | {"sample": sample})
+        main([*flags, "--algorithm", algorithm], **parts | {"sample": sample})
         return updates
 
     yield run
@@ -92,13 +108,8 @@ def recipe(command, monkeypatch, tmp_path):
     train_math.ALGORITHMS.update(algorithms)
 
 
-def has_gradient(rewards, indices):
-    groups = [rewards[i:i + 4] for i in indices[::4]]
-    return any(len(set(group)) > 1 for group in groups)
-
-
 def advantage(rollout, i):
-    rewards = torch.tensor(parity_reward(None, rollout.texts))
+    rewards = torch.tensor(rewards_of(rollout))
     group = rewards[i // 4 * 4:i // 4 * 4 + 4]
     return (rewards[i] - group.mean()) / (group.std() + 1e-4)
 
@@ -125,7 +136,7 @@ def gspo(model, old_model, rollout, i):
 
 def token_mean(model, rollouts, i, indices):
     start, rollout = rollouts[-1]
-    rewards = parity_reward(None, rollout.texts)
+    rewards = rewards_of(rollout)
     others = [rewards[j] for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i]
     ratio = (log_probs(model, rollout, i) - log_probs(start, rollout, i).detach()).exp()
     tokens = sum(len(rollout.responses[j]) for j in indices)
@@ -156,16 +167,16 @@ def off_policy(model, rollouts, i, indices):
 
 def tools(model, rollouts, i, indices):
     start, rollout = rollouts[-1]
-    assert not all(map(all, rollout.is_sampled))
-    response = rollout.responses[i]
+    response, is_sampled = rollout.responses[i], rollout.is_sampled[i]
     for t in range(2, len(response)):
-        if rollout.is_sampled[i][t - 2] and response[t - 2] in DIGITS:
-            assert rollout.is_sampled[i][t - 1:t + 1] == [False, False]
-            assert response[t - 1:t + 1] == [PLUS, response[t - 2]]
+        if is_sampled[t - 2] and response[t - 2] in DIGITS:
+            assert not is_sampled[t - 1] and response[t - 1] == PLUS
+            assert not is_sampled[t] and response[t] == response[t - 2]
+    assert not all(map(all, rollout.is_sampled)), "a tool was called"
     return gspo(model, start, rollout, i)[0]
 
 
-def other_log_probs(names, parts):
+def smaller_log_probs(names, parts):
     """An engine whose probabilities are 4% smaller: the weights of long responses reach 2."""
 
     def generate(*arguments):
@@ -177,46 +188,43 @@ def other_log_probs(names, parts):
 
 def calculator(names, parts):
     """After each digit that the model samples, a tool writes '+' and the digit."""
-    names["reply"] = lambda turn: [PLUS, turn[-1]] if turn[-1] in DIGITS else []
     generate = names["generate"]
-
-    def with_calls(*others):
-        *others, end_ids = others
-        return generate(*others, torch.cat([end_ids, torch.tensor(DIGITS)]))
-
-    parts["generate"] = with_calls
+    names["reply"] = lambda turn: [PLUS, turn[-1]] if turn[-1] in DIGITS else []
+    parts["generate"] = lambda *others: generate(
+        *others[:-1], torch.cat([others[-1], torch.tensor(DIGITS)]))
 
 
 @pytest.mark.parametrize("name, direct, prepare", [
     ("token_mean", token_mean, None),
     ("kl", kl, None),
-    pytest.param("lora_kl", kl, None, marks=NEEDS_PEFT),
-    ("tis", tis, other_log_probs),
+    ("lora", kl, None),
+    ("tis", tis, smaller_log_probs),
     ("off_policy", off_policy, None),
     ("tools", tools, calculator),
 ])
 def test_gradients_agree_with_formulas(recipe, name, direct, prepare):
-    updates = recipe(name, prepare) if prepare else recipe(name)
-    assert len(updates) >= 5
-    for indices, model, grads, rollouts in updates:
+    if name == "lora":
+        pytest.importorskip("peft")
+    updates = recipe(name, prepare)
+    assert len(updates) == 6, "each minibatch has a gradient"
+    for number, (model, found, rollouts) in enumerate(updates):
+        indices = range(8, 16) if number % 2 else range(8)
         loss = sum(direct(model, rollouts, i, indices) for i in indices)
         trained = [p for p in model.parameters() if p.requires_grad]
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)])
-        found = torch.cat([g.flatten() for g in grads])
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_the_curriculum_draws_by_the_pass_rates(recipe, monkeypatch, tmp_path):
     """The draws of each step are repeated from the rewards of the steps before it."""
-    monkeypatch.setattr(train_math, "correctness_reward", lambda prompts, completions, answer:
-                        parity_reward(prompts, completions))
+    monkeypatch.setattr(train_math, "correctness_reward", reward)
     *_, rollouts = recipe("curriculum")[-1]
     rates = torch.full([26], 0.5)  # 30 questions, of which 4 are held out
     for step, (_, rollout) in enumerate(rollouts, 1):
         torch.manual_seed(step)
         drawn = torch.multinomial(rates * (1 - rates) + 0.01, 4).tolist()
         assert [row["index"] for row in rollout.questions] == [i for i in drawn for _ in range(4)]
-        for row, passed in zip(rollout.questions, parity_reward(None, rollout.texts)):
+        for row, passed in zip(rollout.questions, rewards_of(rollout)):
             rates[row["index"]] += 0.1 * (passed - rates[row["index"]])
     state = torch.load(tmp_path / "run" / "state.pt")
     assert torch.equal(state["user_state"]["pass_rates"], rates)
@@ -224,20 +232,19 @@ def test_the_curriculum_draws_by_the_pass_rates(recipe, monkeypatch, tmp_path):
 
 BEFORE = """
 import os, signal, train_math
-from tests.conftest import parity_reward
-from tests.test_recipes import calculator
+from tests import test_recipes
 
 main = train_math.main
-train_math.correctness_reward = lambda prompts, texts, answer: parity_reward(prompts, texts)
+train_math.correctness_reward = test_recipes.reward
 
 def on_step(row):
     if row["step"] == {killed_in}:
         os.kill(os.getpid(), signal.SIGKILL)
 
 def with_kill(**parts):
-    parts = dict(reward=parity_reward) | parts
+    parts = dict(reward=test_recipes.reward) | parts
     if "reply" in globals():
-        calculator(globals(), parts)
+        test_recipes.calculator(globals(), parts)
     main(on_step=on_step, **parts)
 
 train_math.main = with_kill
@@ -245,10 +252,12 @@ train_math.main = with_kill
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_killed_run_continues(name, command, tmp_path):
     """The process is killed after the updates of step 3. The run is saved after step 2."""
-    code, algorithm, _ = RECIPES[name]
+    if name == "lora":
+        pytest.importorskip("peft")
+    code, algorithm = RECIPES[name]
     found = []
     for folder, killed_in in ("whole", None), ("killed", 3), ("killed", None):
         status, _, errors = run_code(

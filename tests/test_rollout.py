@@ -365,7 +365,7 @@ class TestPrecision:
 
 class TestSample:
     @pytest.mark.parametrize(
-        "rows, at_once", [(256, [5]), (8, [2, 2, 1]), (11, [2, 2, 1]), (3, [1] * 5)]
+        "rows, at_once", [(256, [5]), (16, [2, 2, 1]), (23, [2, 2, 1]), (7, [1] * 5)]
     )
     def test_takes_whole_groups_at_once_in_the_order_of_the_questions(self, tiny, rows, at_once):
         model, tokenizer = tiny

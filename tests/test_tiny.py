@@ -52,27 +52,16 @@ def test_world_0_starts_as_start_json_says():
 
 def test_makes_a_world_once_and_never_an_incomplete_one(tmp_path, monkeypatch):
     made = []
-
-    def warm_up(model, tokenizer, seed):
-        made.append(seed)
-
-    def dies(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tiny, "warm_up", warm_up)
-    with monkeypatch.context() as patch:
-        patch.setattr(tiny, "accuracy", dies)
-        with pytest.raises(KeyboardInterrupt):
-            tiny.world(3, tmp_path)
-    assert made == [3]
+    monkeypatch.setattr(tiny, "warm_up", lambda model, tokenizer, seed: made.append(seed))
+    monkeypatch.setattr(tiny, "accuracy", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiny.world(3, tmp_path)
     assert not (tmp_path / "world-3").exists()
     monkeypatch.setattr(tiny, "accuracy", lambda *arguments: 0.5)
-    folder = tiny.world(3, tmp_path)
-    assert tiny.world(3, tmp_path) == folder
-    assert made == [3, 3], "the second time it is there"
-    weights = (folder / "model" / "model.safetensors").read_bytes()
-    other = tiny.world(4, tmp_path) / "model" / "model.safetensors"
-    assert weights != other.read_bytes(), "another seed, another world"
+    folders = [tiny.world(seed, tmp_path) for seed in (3, 3, 4)]
+    assert made == [3, 3, 4], "the first call left nothing, and the third found a world"
+    first, again, other = [(f / "model" / "model.safetensors").read_bytes() for f in folders]
+    assert first == again != other, "another seed, another world"
 
 
 @pytest.mark.parametrize("flags, clip_range", [

@@ -1,0 +1,90 @@
+"""lesson/grow.py: its last stage is gspo_loss, and each stage repairs what the page says."""
+import difflib
+import inspect
+import re
+
+import pytest
+import torch
+
+import gspo
+from lesson import grow
+
+STAGES = [grow.reinforce, grow.baseline, grow.group, grow.ratio, grow.root, grow.clip]
+BROKEN = [  # (a part of the last stage, what stands there by mistake)
+    ("torch.minimum", "torch.maximum"),
+    ("(log_ratio / lengths).exp()", "log_ratio.exp()"),
+    ("(std + 1e-4)", "(std + 1e-3)"),
+    ("std_mean(groups, 1, ", "std_mean(groups, 1, correction=0, "),
+    ("groups - mean", "groups"),
+    ("1 - EPS_LOW", "1 - EPS_LOW / 2"),
+    ("advantages * clipped", "clipped"),
+    ("ratio.clamp", "ratio.detach().clamp"),  # half of the gradient inside the range
+    ("(log_probs - old_log_probs)", "(log_probs - log_probs.detach())"),
+    ("return -objective.mean()", "return -2 * objective.mean() + objective.mean().detach()")]
+
+
+def batch():
+    """Some responses are clipped, the padding is NaN, and the last group has equal rewards."""
+    torch.manual_seed(0)
+    mask = torch.arange(9) < torch.randint(1, 10, (64, 1))
+    old = torch.randn(64, 9).double().where(mask, torch.nan)
+    new = old + 0.3 * torch.randn(64, 9).double()
+    rewards = torch.rand(64).double()
+    rewards[-grow.GROUP:] = 0.5
+    return new.requires_grad_(), old, rewards, mask
+
+
+def value_and_gradient(loss):
+    new, *others = batch()
+    value = loss(new, *others)
+    return value.detach(), torch.autograd.grad(value, new)[0]
+
+
+def of_gspo(new, old, rewards, mask):
+    advantages = gspo.group_advantages(rewards, grow.GROUP)
+    return gspo.gspo_loss(new, old, advantages, mask, grow.EPS_LOW, grow.EPS_HIGH)
+
+
+def gap(loss):
+    """The largest difference from gspo_loss, in the value or the gradient."""
+    both = zip(value_and_gradient(loss), value_and_gradient(of_gspo))
+    return max((found - right).abs().max().item() for found, right in both)
+
+
+def test_the_last_stage_is_gspo_loss():
+    assert gap(grow.clip) < 1e-12
+    has_none = (value_and_gradient(grow.clip)[1] == 0).all(1)
+    assert 8 < has_none.sum() < 40, "a group of equal rewards, and the clipped responses"
+
+
+@pytest.mark.parametrize("right, wrong", BROKEN)
+def test_a_broken_stage_is_not(right, wrong):
+    source = inspect.getsource(grow.clip)
+    names = dict(vars(grow))
+    exec(source.replace(right, wrong), names)
+    assert gap(names["clip"]) > 1e-5
+
+
+def test_each_stage_is_a_small_change():
+    sources = [inspect.getsource(stage).splitlines()[1:] for stage in STAGES]
+    for before, after in zip(sources, sources[1:]):
+        changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+        assert 3 <= len(changed) <= 9
+
+
+def test_each_stage_repairs_what_it_says(monkeypatch, capsys):
+    monkeypatch.setattr(grow, "BATCHES", 64_000)
+    grow.main()
+    printed = capsys.readouterr().out
+    rows = {}
+    for name, length, cells in re.findall(r"^(\w+) +(4|32) +(\d.*)$", printed, re.MULTILINE):
+        cells = [float(cell.strip("%")) for cell in cells.replace("+-", "").split()]
+        rows[name, int(length)] = dict(zip(
+            ("bias", "error", "noise", "bias_moved", "error_moved", "noise_moved", "reward",
+             "ruined", "training"), cells, strict=True))
+    assert all(row["bias"] < 3 * row["error"] for row in rows.values()), "none is biased at first"
+    assert rows["baseline", 4]["noise"] < rows["reinforce", 4]["noise"]
+    assert rows["ratio", 4]["bias_moved"] < 2 < 8 < rows["group", 4]["bias_moved"]
+    assert rows["ratio", 32]["noise_moved"] > 2 * rows["root", 32]["noise_moved"]
+    assert rows["root", 32]["ruined"] > 10 > 2 > rows["clip", 32]["ruined"]
+    assert rows["clip", 4]["bias_moved"] > rows["root", 4]["bias_moved"], "the price of the clip"
