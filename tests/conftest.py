@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import re
-import shutil
-import signal
 import sys
 import tempfile
 import traceback
@@ -14,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import gspo
-import support
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
@@ -74,16 +70,18 @@ def rollout_of(prompts, responses, log_probs=None, is_sampled=None):
         sums(len(responses)), prompts, responses, log_probs, texts, is_sampled)
 
 
-def gspo_loss_that_kills(call):
-    """gspo_loss, but the call with this number kills the process, so that nothing is saved."""
+def at_call(number, function, instead):
+    """The function, but its call with this number is one of `instead`, or raises this exception."""
     calls = itertools.count(1)
 
-    def loss(*arguments, **more):
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return gspo.gspo_loss(*arguments, **more)
+    def counted(*arguments, **more):
+        if next(calls) != number:
+            return function(*arguments, **more)
+        if isinstance(instead, BaseException):
+            raise instead
+        return instead(*arguments, **more)
 
-    return loss
+    return counted
 
 
 def sums(n):
@@ -102,12 +100,19 @@ def settings(**changes):
     return train_math.Settings(**{"output_dir": None} | SMALL | changes)
 
 
-def copy_script(folder):
-    """Copies train_math.py, and what it needs beside it: gspo.py and support/."""
-    for module in train_math, gspo:
-        shutil.copy(module.__file__, folder)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(support.__file__).parent, Path(folder, "support"), ignore=ignored)
+def check(model, tokenizer, questions=QUESTIONS, cfg=None, reward=parity_reward, **parts):
+    """The trial of train_math.py."""
+    parts = train_math.Parts(reward, **parts)
+    cfg = cfg or settings()
+    train_math.check_model(model, tokenizer, questions, cfg, parts, train_math.ALGORITHMS)
+
+
+def block(page, containing):
+    """The one ```python or ```py block of this page that contains this text."""
+    text = (TOP / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL)
+    (code,) = [code for code in blocks if containing in code]
+    return code
 
 
 def encoded(tokenizer, questions=QUESTIONS):

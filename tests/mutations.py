@@ -27,7 +27,7 @@ from common import logs
 
 FILES = ["train_math.py", *map(str, sorted(Path("support").glob("*.py")))]
 TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers", "test_bad_inputs",
-         "test_cuda_graph", "test_script", "test_guides")
+         "test_cuda_graph", "test_guides", "test_recipes")
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, And Or, BitAnd BitOr"
 SWAPPED = {ast.Mod: ast.Mult, ast.FloorDiv: ast.Div, ast.Pow: ast.Mult}
 for pair in PAIRS.split(", "):

@@ -89,6 +89,17 @@ def model_with(change):
     return prepare
 
 
+def damaged_weights(folder):
+    flags = model_with(lambda weights: None)(folder)
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    return flags
+
+
+def a_file_as_output_dir(folder):
+    return ["--output_dir", write_jsonl(folder / "file.jsonl", sums(3))]
+
+
 def encoder_decoder(folder):
     config = T5Config(vocab_size=80, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(folder / "model")
@@ -108,26 +119,23 @@ def long_question(folder):
 BAD_INPUTS = {
     "a device that this machine lacks": (flag("device", "mps"), ["--device mps"]),
     "a dataset file that is not there": (
-        flag("dataset", "nowhere.csv"),
-        ["nowhere.csv", "no such file"],
-    ),
+        flag("dataset", "nowhere.csv"), ["nowhere.csv", "no such file"]),
     "a dataset folder that is not there": (flag("dataset", "no/such/folder"), ["no/such/folder"]),
     "a folder without a train file": (
-        dataset("data/test.jsonl", rows()),
-        ["there is no train part with rows", "{'test': 3}"],
-    ),
+        dataset("data/test.jsonl", rows()), ["there is no train part with rows", "{'test': 3}"]),
     "a line that is not JSON": (
-        dataset("q.jsonl", rows() + "{'question': 1}\n" + rows()),
-        ["q.jsonl", "line 4"],
-    ),
+        dataset("q.jsonl", rows() + "{'question': 1}\n" + rows()), ["q.jsonl", "line 4"]),
     "a file in another encoding": (
-        dataset("q.csv", "question,answer\nWie groß?,1\n", "latin-1"), ["q.csv", "utf"],
-    ),
+        dataset("q.csv", "question,answer\nWie groß?,1\n", "latin-1"), ["q.csv", "utf"]),
     "a file of another kind": (dataset("q.txt", rows()), ["must end in .jsonl, .json, .csv"]),
     "an empty file": (dataset("q.csv", ""), ["q.csv", "no train part with rows", "{'train': 0}"]),
-    "an empty file with brackets in its name": (dataset("q[1].jsonl", ""), ["no train part"]),
     "a number instead of a row": (
         dataset("q.jsonl", '{"question": "?", "answer": "1"}\n5\n'), ["row 2", "5"]),
+    "a row without an answer": (dataset("q.jsonl", rows({"question": "?"})), ["row 4 "]),
+    "no question": (dataset("q.jsonl", '{"answer": "#### 1"}\n'), ["row 1 "]),
+    "a number as question": (dataset("q.jsonl", '{"question": 1, "answer": "1"}\n'), ["row 1 "]),
+    "other names of columns": (
+        dataset("q.jsonl", '{"problem": "?", "solution": "1"}\n'), ["row 1 needs a question"]),
     "a list of numbers": (dataset("q.json", "[1, 2]"), ["q.json", "form"]),
     "a csv row with a cell too many": (
         dataset("q.csv", "question,answer\nHow many, then?,1\nWho?,2\n"), ["row 1", "form"]),
@@ -139,19 +147,16 @@ BAD_INPUTS = {
     "a state of another version": (old_setting, ["old_flag"]),
     "a state of another program": (state_of_another_program, ["state.pt cannot be read"]),
     "a header without rows": (
-        dataset("q.csv", "question,answer\n"),
-        ["q.csv", "no train part with rows"],
-    ),
+        dataset("q.csv", "question,answer\n"), ["q.csv", "no train part with rows"]),
     "an empty cell": (
         dataset("q.csv", "question,answer\nHow many?,1\n,2\nWho?,3\n"),
-        ["row 2", "needs a question"],
-    ),
+        ["row 2", "needs a question"]),
     "a parquet file that is none": (dataset("q.parquet", "text"), ["q.parquet", "arquet"]),
-    "a column with the name of an argument": (
-        dataset("q.jsonl", "".join(json.dumps(row | {"completions": 1}) + "\n" for row in sums(9))),
-        ["completions"],
-    ),
     "a prompt that is too long": (long_question, ["512", "How many figs"]),
+    "a model folder that is not there": (flag("model", "no/where"), ["--model no/where "]),
+    "an empty model folder": (flag("model", "run"), ["--model run "]),
+    "damaged weights": (damaged_weights, ["--model", "/model "]),
+    "a file as output_dir": (a_file_as_output_dir, ["--output_dir", "file.jsonl: "]),
     "a file as the model": (a_file_as_model, ["--model", "m.jsonl"]),
     "a model without its tokenizer": (no_tokenizer, ["chat_template"]),
     "a model with a chat template and no tokenizer": (
@@ -166,10 +171,13 @@ BAD_INPUTS = {
     "a full disk": (full_disk, ["partial", "is the disk full?"]),
 }
 
+BAD_ANSWERS = {  # for the default reward
+    "no answers at all": (dataset("q.jsonl", '{"question": "?"}\n'), ["row 1 "]),
+    "a word as answer": (dataset("q.jsonl", rows({"question": "?", "answer": "none"})), ["row 4 "]),
+    "a fraction": (dataset("q.jsonl", rows({"question": "?", "answer": "1/2"})), ["row 4 "]),
+}
 BAD_PARTS = {
     "a list of rewards": ({"reward": [parity_reward]}, ["list", "callable"]),
-    "a set of rewards": (
-        {"reward": lambda completions, **columns: {0.0, 1.0}}, ["the reward", "{0.0, 1.0}"]),
     "one response too few": (
         {"generate": lambda *arguments: [part[:-1] for part in train_math.generate(*arguments)]},
         ["the sampler must return 1 responses to each of 2 questions", "'responses': 1"]),
@@ -183,28 +191,26 @@ WRONG_PARTS = {
 }
 
 
-def line(command, tmp_path, flags, **parts):
-    output_dir = [] if "--output_dir" in flags else ["--output_dir", tmp_path / "run"]
-    parts = {"reward": parity_reward} | parts
-    return one_line(train_math.main, *command, *output_dir, *flags, **parts)
+def assert_named(words, *flags, reward=parity_reward, **parts):
+    line = one_line(train_math.main, *flags, reward=reward, **parts)
+    for word in words:
+        assert word in line
 
 
-@pytest.mark.parametrize("name", BAD_INPUTS)
+@pytest.mark.parametrize("name", [*BAD_INPUTS, *BAD_ANSWERS])
 def test_bad_input_ends_in_one_line(command, tmp_path, monkeypatch, name):
-    prepare, words = BAD_INPUTS[name]
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
-    found = line(command, tmp_path, prepare(tmp_path))
-    for word in words:
-        assert word in found
+    prepare, words = {**BAD_INPUTS, **BAD_ANSWERS}[name]
+    reward = train_math.correctness_reward if name in BAD_ANSWERS else parity_reward
+    flags = [*command, "--output_dir", tmp_path / "run", *prepare(tmp_path)]
+    assert_named(words, *flags, reward=reward)
 
 
 @pytest.mark.parametrize("name", BAD_PARTS)
 def test_bad_part_ends_in_one_line(command, tmp_path, name):
     parts, words = BAD_PARTS[name]
-    found = line(command, tmp_path, [], **parts)
-    for word in words:
-        assert word in found
+    assert_named(words, *command, "--output_dir", tmp_path / "run", **parts)
 
 
 @pytest.mark.parametrize("name", WRONG_PARTS)

@@ -417,6 +417,7 @@ class TestRuns:
         monkeypatch.setattr(runs, "COLD", tmp_path)
         monkeypatch.setattr(parts, "task_reward", reward)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", [x for x in settings.EXPERIMENTS if x not in settings.RETIRED])
     def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
         gradients = {}

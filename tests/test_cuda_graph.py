@@ -17,7 +17,7 @@ import train_math
 from support import cuda_sampling
 from support.sampling import dynamic_rollout
 from tests.conftest import encoded, parity_reward, settings, sums
-from tests.test_rollout import FREQUENT_ENDS, KINDS, SIZES, THREE, model_of
+from tests.test_rollout import FREQUENT_ENDS, THREE, model_of
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default,
@@ -99,16 +99,18 @@ def graphs(monkeypatch):
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "a long window", "only windows", "GPT-2"])
 def test_a_replayed_graph_gives_the_tokens_of_the_dynamic_sampler(graphs, kind):
     """In float32 all of them. In 16 bits, rounding may change a token of a random model."""
-    model, tokenizer = model_of(kind)
-    arguments = encoded(tokenizer, [*THREE, *sums(3)]), 2, 20, 0.0, FREQUENT_ENDS
+    model, tokenizer = model_of(kind, seed=0)
+    arguments = encoded(tokenizer, [*THREE, *sums(4)]), 2, 20, 0.0, FREQUENT_ENDS
     responses, log_probs = dynamic_rollout(model, *arguments)
     found, its_log_probs = cuda_sampling.static_rollout(model, *arguments)
     assert found == responses and torch.allclose(its_log_probs, log_probs, atol=1e-5)
     assert Graph.replays >= 14
+    lengths = [len(response) for response in responses]
+    assert min(lengths) < 16 < max(lengths) == 20
     for dtype in cuda_sampling.PRECISIONS:
         copied = cuda_sampling.copy_in(model, dtype)
         found, its_log_probs = cuda_sampling.static_rollout(copied, *arguments)
-        assert len(found) == 12 and its_log_probs.isfinite().all()
+        assert len(found) == 14 and its_log_probs.isfinite().all()
 
 
 def test_each_replay_draws_fresh_numbers_and_a_seed_repeats_them(graphs, tiny):
@@ -153,11 +155,8 @@ def test_a_precision_that_has_failed_is_not_tried_again(graphs, fresh, pretend_c
     (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), torch.OutOfMemoryError),
     (RuntimeError("CUDA error: operation not permitted when stream is capturing"), ValueError),
-    (RuntimeError("a tensor was read"), None),
 ])
-def test_a_failed_recording_is_slow_with_a_note_or_ends_the_run(
-    graphs, tiny, monkeypatch, capsys, error, raised
-):
+def test_a_recording_that_breaks_cuda_ends_the_run(graphs, tiny, monkeypatch, error, raised):
     @contextlib.contextmanager
     def fails(graph):
         with record(graph):
@@ -167,19 +166,13 @@ def test_a_failed_recording_is_slow_with_a_note_or_ends_the_run(
     model, tokenizer = tiny
     arguments = encoded(tokenizer), 2, 5, 0.0, torch.tensor([-1])
     monkeypatch.setattr(torch.cuda, "graph", fails)
-    if raised:
-        with pytest.raises(raised):
-            cuda_sampling.static_rollout(model, *arguments)
-    else:
-        for _ in range(2):
-            cuda_sampling.static_rollout(model, *arguments)
-        assert capsys.readouterr().out.count("note: sampling without a CUDA graph") == 1
+    with pytest.raises(raised):
+        cuda_sampling.static_rollout(model, *arguments)
 
 
 def test_a_recording_of_a_model_that_reads_a_value_falls_back(graphs, tiny, monkeypatch, capsys):
     model, tokenizer = tiny
     arguments = encoded(tokenizer), 2, 20, 0.0, torch.tensor([-1])
-    expected = dynamic_rollout(model, *arguments)[0]
     original = cuda_sampling.next_logits
 
     def reads(*inputs):
@@ -188,19 +181,10 @@ def test_a_recording_of_a_model_that_reads_a_value_falls_back(graphs, tiny, monk
         return logits
 
     monkeypatch.setattr(cuda_sampling, "next_logits", reads)
-    responses = cuda_sampling.static_rollout(model, *arguments)[0]
-    assert Graph.replays == 0 and "note: sampling without" in capsys.readouterr().out
-    assert [len(response) for response in responses] == [20] * 4 and len(expected) == 4
-
-
-def test_dynamic_rope_needs_the_dynamic_sampler(monkeypatch):
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    monkeypatch.setitem(KINDS, "rope", ("LlamaForCausalLM", SIZES | {"rope_parameters": rope}))
-    model, _ = model_of("rope")
-    assert not cuda_sampling.cache_can_be_static(model, 40)
-    rope["rope_type"] = "linear"
-    model, _ = model_of("rope")
-    assert cuda_sampling.cache_can_be_static(model, 40)
+    for _ in range(2):
+        responses = cuda_sampling.static_rollout(model, *arguments)[0]
+        assert [len(response) for response in responses] == [20] * 4 and Graph.replays == 0
+    assert capsys.readouterr().out.count("note: sampling without a CUDA graph") == 1
 
 
 @pytest.mark.parametrize("gib, tokens", [

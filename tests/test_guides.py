@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +14,10 @@ import torch
 import gspo
 import train_math
 from common.logs import read
-from tests.conftest import parity_reward, run, settings, sums
+from tests.conftest import TOP, block, check, parity_reward, run, settings, sums
 
-GUIDES = Path(__file__).resolve().parents[1] / "guides"
-
-
-def block(page, containing):
-    """The one ```python or ```py block of this page that contains this text."""
-    text = (GUIDES / page).read_text(encoding="utf-8")
-    found = [code for code in re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL)
-             if containing in code]
-    (code,) = found
-    return code
+OWN_TASK = "guides/own_task.md"
+PASTE = "guides/paste.md"
 
 
 def names_of(page, containing, **names):
@@ -40,7 +31,7 @@ def names_of(page, containing, **names):
 
 
 def test_several_rewards_are_logged(fresh):
-    reward = names_of("own_task.md", "log_metric")["reward"]
+    reward = names_of(OWN_TASK, "log_metric")["reward"]
     questions = [{"question": f"{i}?", "answer": str(i)} for i in range(8)]
     rows = train_math.train(settings(max_steps=1), *fresh, questions, questions[:2], reward=reward)
     for row, prefix in (rows[0], "eval_"), (rows[1], ""), (rows[1], "eval_"):
@@ -67,30 +58,15 @@ def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
     assert rows[2]["eval_lengths"] == [len(response) for response in seen[-1][1]]
 
 
-def test_the_reward_gets_the_rows_that_a_sample_has_chosen(fresh):
-    asked = []
-
-    def reward(prompts, completions, answer, index=None, **columns):
-        asked.append((answer, index))
-        return parity_reward(prompts, completions)
-
-    def sample(model, tokenizer, questions, *others):
-        rows = [{"question": "?", "answer": "other", "index": i} for i in range(len(questions))]
-        return train_math.sample(model, tokenizer, rows, *others)
-
-    train_math.train(settings(max_steps=1), *fresh, sums(8), reward=reward, sample=sample)
-    assert asked == [(["other"] * 16, [i for i in range(4) for _ in range(4)])]
-
-
 @pytest.mark.parametrize("text", [r"\boxed{5 + 3}", r"\boxed{7!}", r"\boxed{42 000}", "#### 5-3"])
 def test_the_default_reward_refuses_what_the_page_says(text):
-    assert f"`{text}`" in (GUIDES / "own_task.md").read_text(encoding="utf-8")
+    assert f"`{text}`" in (TOP / OWN_TASK).read_text(encoding="utf-8")
     assert train_math.extract_answer(text) is None
 
 
 def test_math_verify_accepts_fractions():
     pytest.importorskip("math_verify")
-    reward = names_of("own_task.md", "math_verify")["reward"]
+    reward = names_of(OWN_TASK, "math_verify")["reward"]
     texts = [r"so \boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{1/3}", r"\boxed{5 + 3}", ""]
     golds = ["1/2", r"\frac{1}{2}", "1/2", "5", "1/2"]
     assert reward(texts, texts, golds) == [1, 1, 0, 0, 0]
@@ -114,13 +90,13 @@ def system_run(world, command, tmp_path, monkeypatch):
 
 
 def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(system_run, capsys):
-    names = names_of("own_task.md", "train_math.evaluate(")
+    names = names_of(OWN_TASK, "train_math.evaluate(")
     row = names["row"]
     of_run = read(system_run / "metrics.jsonl")[-1]
     assert row["eval_reward"] == of_run["eval_reward"] and row["eval_questions"] == 4
     assert row["eval_results"] == read(system_run / "eval_1.jsonl")
     assert capsys.readouterr().out.splitlines()[-1] == str(row["eval_reward"])
-    page = (GUIDES / "own_task.md").read_text(encoding="utf-8")
+    page = (TOP / OWN_TASK).read_text(encoding="utf-8")
     asked = json.loads(re.search(r"such as\s`(\[{.*?}\])`", page, re.DOTALL)[1])
     row = train_math.evaluate(names["model"], names["tokenizer"], asked, names["cfg"])
     assert row["eval_results"][0]["gold"] == "144" and row["eval_results"][0]["response"]
@@ -128,7 +104,7 @@ def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(system_run,
 
 def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["mine.py", *command])
-    sample = names_of("own_task.md", "is_equal")["sample"]
+    sample = names_of(OWN_TASK, "is_equal")["sample"]
     seen = []
 
     def reward(prompts, completions, cut, **columns):
@@ -190,7 +166,7 @@ def engine(fresh):
 
 
 def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, engine):
-    generate = names_of("own_task.md", "engine_at")["engine_at"](engine.url)
+    generate = names_of(OWN_TASK, "engine_at")["engine_at"](engine.url)
     cfg = settings(max_steps=3)
     parts = {"reward": parity_reward, "generate": generate}
     rows = train_math.train(cfg, *fresh, sums(8), sums(2), **parts)
@@ -203,24 +179,20 @@ def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, engine):
 
 def test_an_engine_in_half_precision_passes_the_trial(fresh, engine):
     engine.dtype = torch.bfloat16
-    generate = names_of("own_task.md", "engine_at")["engine_at"](engine.url)
+    generate = names_of(OWN_TASK, "engine_at")["engine_at"](engine.url)
 
     def another_model(*arguments):
         responses, log_probs = generate(*arguments)
         return responses, log_probs - 1
 
-    def trial(generate):
-        parts = train_math.Parts(reward=parity_reward, generate=generate)
-        train_math.check_model(*fresh, sums(4), settings(), parts, train_math.ALGORITHMS)
-
-    trial(generate)
+    check(*fresh, generate=generate)
     with pytest.raises(ValueError, match="eight sampled tokens differ"):
-        trial(another_model)
+        check(*fresh, generate=another_model)
 
 
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
     """Gradient checkpointing keeps less for the backward pass, and changes no number."""
-    recipe = names_of("own_task.md", "gradient_checkpointing_enable")
+    recipe = names_of(OWN_TASK, "gradient_checkpointing_enable")
     weights = []
     kept = []
     for load, parts in [(train_math.load, {}), (recipe["load"], {
@@ -251,8 +223,8 @@ def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
 def test_the_output_of_generate_gets_the_log_probs_of_single_texts(tiny):
     model, tokenizer = tiny
     texts = ["Ann has 3 figs?", "Bob", "Eve has 12?"]
-    names = names_of("paste.md", "def padded_on_the_right", model=model, tokenizer=tokenizer)
-    code = block("paste.md", "model.generate(").replace("512", "40")
+    names = names_of(PASTE, "def padded_on_the_right", model=model, tokenizer=tokenizer)
+    code = block(PASTE, "model.generate(").replace("512", "40")
     names |= {"texts": texts, "group_size": 4}
     found = []
     for penalty in None, 5.0:  # some checkpoints have one
@@ -262,7 +234,7 @@ def test_the_output_of_generate_gets_the_log_probs_of_single_texts(tiny):
         found.append(names["ids"])
     assert torch.equal(*found)
     ids, mask = names["ids"], names["mask"]
-    log_probs_of = names_of("paste.md", "def update")["log_probs_of"]
+    log_probs_of = names_of(PASTE, "def update")["log_probs_of"]
     with torch.no_grad():
         together = log_probs_of(model, ids)
         lengths = mask.sum(1).tolist()
@@ -276,18 +248,6 @@ def test_the_output_of_generate_gets_the_log_probs_of_single_texts(tiny):
             assert torch.allclose(together[i][mask[i]], alone, atol=1e-5)
 
 
-def test_without_it_the_log_probs_are_wrong(tiny):
-    model, tokenizer = tiny
-    log_probs_of = names_of("paste.md", "def update")["log_probs_of"]
-    inputs = tokenizer(["Ann has 3 figs?", "Bob"], return_tensors="pt", padding=True,
-                       padding_side="left")
-    ids = torch.cat([inputs.input_ids, torch.full((2, 4), 20)], dim=1)
-    with torch.no_grad():
-        wrong = log_probs_of(model, ids)[1, -4:]
-        alone = log_probs_of(model, ids[1:, inputs.attention_mask[1].argmax():])[0, -4:]
-    assert (wrong - alone).abs().mean() > 0.01
-
-
 @pytest.fixture
 def responses():
     """Lengths, packed log-probs, old log-probs (both (N,)) and advantages. Some are clipped."""
@@ -299,7 +259,7 @@ def responses():
 
 
 def unpacked(x, lengths):
-    code = block("paste.md", "x.split(lengths)")
+    code = block(PASTE, "x.split(lengths)")
     names = {"torch": torch, "x": x, "lengths": lengths}
     exec(code, names)
     return names["log_probs"]
@@ -326,7 +286,7 @@ def test_packed_sequences(responses):
 @pytest.mark.parametrize("name", ["gspo_loss", "grpo_loss"])
 def test_the_mean_over_all_tokens(responses, name):
     lengths, new, old, advantages = responses
-    code = block("paste.md", "denominator=tokens")
+    code = block(PASTE, "denominator=tokens")
     names = {
         "gspo_loss": lambda *arguments, denominator: getattr(gspo, name)(
             *arguments, 3e-4, 4e-4, denominator=denominator),

@@ -8,7 +8,9 @@ import itertools
 import json
 import math
 import os
-from collections import Counter
+import shutil
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -16,20 +18,22 @@ import torch
 from filelock import FileLock
 
 import gspo
-import support.rewards
 import support.runs
 import train_math
 from common.logs import read
 from support.rewards import RewardError
 from support.sampling import check_rollout
 from tests.conftest import (
+    TOP,
     assert_same,
+    at_call,
+    block,
+    check,
     constant_reward,
     one_line,
     parity_reward,
     rollout_of,
     run,
-    run_code,
     settings,
     sums,
     without_clocks,
@@ -52,10 +56,8 @@ class TestScore:
         prompts = ["a?", "a?", "b?", "b?"]
         assert asked == [(prompts, ["w", "x", "y", "z"], [1, 1, 2, 2], {"question": prompts})]
 
-    @pytest.mark.parametrize(
-        "returned",
-        [(1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))],
-    )
+    @pytest.mark.parametrize("returned", [
+        (1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))])
     def test_takes_any_sequence_of_numbers(self, returned):
         rewards = train_math.score(lambda **columns: returned, sums(2), ["x", "y"])
         assert rewards.tolist() == [1, 2.5]
@@ -66,7 +68,12 @@ async def an_async_reward(prompts, completions, **columns):
 
 
 def a_reward_that_raises(prompts, completions, **columns):
-    raise OSError("HTTP 503")
+    return json.loads("no JSON")  # raises in json, but this line is named
+
+
+class Judge:
+    def __call__(self, prompts, completions, **columns):
+        return None
 
 
 def a_reward_that_returns(value):
@@ -79,7 +86,6 @@ def a_reward_that_returns(value):
 
 
 FAULTY_REWARDS = {
-    "NaN": (lambda texts: [math.nan] * len(texts), "[nan, nan]"),
     "one NaN": (lambda texts: [0.0] * (len(texts) - 1) + [math.nan], "[0.0, nan]"),
     "inf": (lambda texts: [-math.inf] * len(texts), "[-inf, -inf]"),
     "None": (None, "None"),
@@ -87,15 +93,15 @@ FAULTY_REWARDS = {
     "one number": (1.0, "1.0"),
     "one number too few": (lambda texts: [1.0] * (len(texts) - 1), "[1.0]"),
     "one number too many": (lambda texts: [1.0] * (len(texts) + 1), "[1.0, 1.0, 1.0]"),
-    "a dict": ({"format": 1.0, "answer": 0.0}, "{'format': 1.0, 'answer': 0.0}"),
     "texts": (lambda texts: ["good"] * len(texts), "['good', 'good']"),
-    "a dict whose keys are numbers": (lambda texts: {0: 1.0, 1: 0.0}, "{0: 1.0, 1: 0.0}"),
+    "a dict": (lambda texts: {0: 1.0, 1: 0.0}, "{0: 1.0, 1: 0.0}"),
     "a text of digits": (lambda texts: "01", "'01'"),
+    "a set": (lambda texts: {0.0, 1.0}, "{0.0, 1.0}"),
     "a list for each text": (lambda texts: [[1.0]] * len(texts), "[[1.0], [1.0]]"),
 }
 
 
-HERE = f"{__file__}, line {a_reward_that_raises.__code__.co_firstlineno + 1}"
+RAISES = a_reward_that_raises.__code__
 
 
 class TestAFaultyReward:
@@ -107,14 +113,13 @@ class TestAFaultyReward:
         assert "2 finite numbers" in line
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it was never awaited
-    @pytest.mark.parametrize(
-        "reward, said",
-        [
-            (an_async_reward, "an_async_reward returned <coroutine"),
-            (a_reward_that_raises, "a_reward_that_raises raised OSError('HTTP 503') in " + HERE),
-            (lambda prompts, answers: [0.0], "unexpected keyword argument"),
-        ],
-    )
+    @pytest.mark.parametrize("reward, said", [
+        (an_async_reward, "an_async_reward returned <coroutine"),
+        (a_reward_that_raises, f"in {__file__}, line {RAISES.co_firstlineno + 1}"),
+        (a_reward_that_raises, "the reward a_reward_that_raises raised JSONDecodeError("),
+        (Judge(), "the reward Judge returned None"),
+        (lambda prompts, answers: [0.0], "unexpected keyword argument"),
+    ])
     def test_that_raises_or_is_async_is_named_too(self, command, tmp_path, reward, said):
         assert said in self.line(command, tmp_path, reward)
         gc.collect()  # Python warns here, not after the tests, that nobody awaited it
@@ -129,34 +134,14 @@ class TestAFaultyReward:
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
         return line
 
-    def test_that_is_an_object_is_named_by_its_class(self):
-        class Judge:
-            def __call__(self, prompts, completions, **columns):
-                return None
-
-        with pytest.raises(support.rewards.RewardError, match="the reward Judge returned None"):
-            train_math.score(Judge(), sums(1), ["x"])
-
-    @pytest.mark.parametrize("fault", ["raises", "NaN"])
     def test_in_a_later_step_is_shown_after_a_save_and_the_run_can_be_resumed(
-        self, command, whole, tmp_path, capsys, fault
-    ):
-        """In step 4 of 6. The last regular save was after step 2."""
-        calls = []
-
-        def reward(prompts, completions, **columns):
-            if len(completions) == 16:
-                calls.append(1)
-                if len(calls) == 4 and fault == "raises":
-                    raise OSError("HTTP 503")
-                if len(calls) == 4:
-                    return [math.nan] * 16
-            return parity_reward(prompts, completions)
-
-        with pytest.raises(support.rewards.RewardError) as raised:
+            self, command, whole, tmp_path, capsys):
+        """In step 4 of 6, after two calls for evaluations and one for the trial. The last regular
+        save was after step 2."""
+        reward = at_call(7, parity_reward, OSError("HTTP 503"))
+        with pytest.raises(RewardError) as raised:
             run(command, tmp_path / "a", reward=reward)
-        if fault == "raises":
-            assert isinstance(raised.value.__cause__, OSError), "the traceback is the user's"
+        assert isinstance(raised.value.__cause__, OSError), "the traceback is the user's"
         assert "saved" in capsys.readouterr().out
         state = torch.load(tmp_path / "a" / "state.pt")
         assert [row["step"] for row in state["rows"]] == [0, 1, 2, 3]
@@ -164,18 +149,10 @@ class TestAFaultyReward:
         assert_same(whole, tmp_path / "a")
 
     def test_in_an_evaluation_costs_this_evaluation_and_nothing_else(
-        self, command, whole, tmp_path
-    ):
-        """Of the evaluations, each of four questions, the one after step 4 fails."""
-        calls = []
-
-        def reward(prompts, completions, **columns):
-            calls.extend([1] * (len(completions) == 4))
-            if len(calls) == 3:
-                raise OSError("HTTP 503")
-            return parity_reward(prompts, completions)
-
-        with pytest.raises(support.rewards.RewardError):
+            self, command, whole, tmp_path):
+        """It is the one after step 4. The reward is called for the trial, too."""
+        with pytest.raises(RewardError):
+            reward = at_call(8, parity_reward, OSError("HTTP 503"))
             run(command, tmp_path / "a", reward=reward)
         run(command, tmp_path / "a")
         expected = without_clocks(read(whole / "metrics.jsonl"))
@@ -187,86 +164,92 @@ class TestAFaultyReward:
         before, after = (torch.load(f / "state.pt")["model"] for f in (whole, tmp_path / "a"))
         assert all(torch.equal(before[name], after[name]) for name in before)
 
-    def test_keeps_other_alphabets_readable(self, tmp_path):
-        support.runs.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
-        assert "groß" in (tmp_path / "log.jsonl").read_text(encoding="utf-8")
 
-    def test_keeps_the_log_json(self, whole):
-        def refuse(word):
-            raise ValueError(f"{word} is not JSON")
+OWN_ALGORITHM = block("CONTRIBUTING.md", "cispo").replace("train_math.main()", "") + """
 
-        for path in whole.glob("*.jsonl"):
-            for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-                json.loads(line, parse_constant=refuse)
+def centred(rewards, group_size):
+    groups = rewards.view(-1, group_size)
+    return (groups - groups.mean(1, keepdim=True)).flatten()
+
+
+def reward(prompts, completions, level, **columns):
+    digits = [sum(c.isdigit() for c in text) for text in completions]
+    return [float((d + n) % 2) for d, n in zip(digits, level)]
+
+
+train_math.ALGORITHMS["cispo"] = train_math.Algorithm(
+    cispo_loss, 1.0, 4.0, ratio="token", advantages=centred)
+if __name__ == "__main__":
+    train_math.main(reward=reward)
+"""
 
 
 class TestAnAlgorithm:
-    @pytest.mark.parametrize("ratio", ["sequence", "token"])
-    def test_is_asked_which_ratio_it_clips(self, fresh, monkeypatch, ratio):
-        """The log-probs of a response change by +1 and -1 in turn, so that s is about 1, and all
-        tokens with a positive advantage and +1, or a negative one and -1, are clipped."""
-        row = train_math.ALGORITHMS["grpo"]._replace(ratio=ratio)
-        monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
+    def test_in_a_script_from_outside_trains_and_is_measured_by_its_row(
+            self, command, tmp_path, monkeypatch):
+        """The user's file runs as a script, with its own reward and algorithm, beside copies of
+        train_math.py and what it needs, and on a console that cannot show every character. Its run
+        is compared with one in this process, where the clip range is given as settings."""
+        for module in train_math, gspo:
+            shutil.copy(module.__file__, tmp_path)
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(TOP / "support", tmp_path / "support", ignore=ignored)
+        (tmp_path / "own.py").write_text(OWN_ALGORITHM)
+        rows = [{"question": f"有 {i}?", "level": i} for i in range(10)]
+        data = write_jsonl(tmp_path / "own.jsonl", rows)
+        flags = [*command, "--dataset", data, "--max_steps", "2", "--learning_rate", "0.01"]
+        done = subprocess.run(
+            [sys.executable, "own.py", *flags, "--algorithm", "cispo", "--output_dir", "runs/own"],
+            env=os.environ | {"OMP_NUM_THREADS": "1",  # as the tests: threads round differently
+                              "PYTHONIOENCODING": "cp1252"},
+            cwd=tmp_path, capture_output=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"8 questions and 2 held-out ones" in done.stdout and b"? 8? -> " in done.stdout
+        assert b"model is the model after step 2" in done.stdout
+        assert b"Traceback" not in done.stderr
+        rows = read(tmp_path / "runs" / "own" / "metrics.jsonl")
+        assert rows[0]["settings"]["algorithm"] == "cispo"
+        assert [rows[0]["settings"][name] for name in ("eps_low", "eps_high")] == [1.0, 4.0]
+        assert len(rows) == 3 and rows[2]["eval_questions"] == 2
+        assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
+        assert read(tmp_path / "runs" / "own" / "eval_0.jsonl")[0]["question"] == "有 8?"
 
-        def response_log_probs(model, batch, temperature):
-            log_probs = train_math.response_log_probs(model, batch, temperature)
-            order = batch.mask.cumsum(1)  # 1, 2, 3, ... on the response
-            even = batch.mask.sum(1)[:, None] // 2 * 2
-            signs = (1 - 2 * (order % 2)) * batch.mask * (order <= even)
-            return log_probs + signs * torch.is_grad_enabled()
+        with mock.patch.dict(train_math.ALGORITHMS):
+            names = {"__name__": "own"}
+            exec(OWN_ALGORITHM, names)
+            own = train_math.ALGORITHMS["cispo"]
+        monkeypatch.setitem(
+            train_math.ALGORITHMS, "grpo", own._replace(eps_low=0.1, eps_high=0.1))
+        flags += ["--algorithm", "grpo", "--eps_low", "1", "--eps_high", "4"]
+        flags += ["--output_dir", str(tmp_path / "parts")]
+        train_math.main(flags, names["reward"])
+        expected = read(tmp_path / "parts" / "metrics.jsonl")
+        assert without_clocks(rows)[1:] == without_clocks(expected)[1:]
+        weights = [tmp_path / run / "model" / "model.safetensors" for run in ("runs/own", "parts")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+        assert rows[2]["log_ratio_std"] > 0
 
-        cfg = settings(algorithm="own", max_steps=1, learning_rate=1e-12)
-        parts = {"reward": parity_reward, "response_log_probs": response_log_probs}
-        _, row = train_math.train(cfg, *fresh, sums(4), **parts)
-        if ratio == "sequence":
-            assert row["clip_fraction"] == 0
-        else:
-            assert 0.3 < row["clip_fraction"] <= 0.5
-
-    def test_is_a_choice_of_the_command_line(self, monkeypatch, capsys):
-        with pytest.raises(SystemExit):
-            train_math.parse_settings(["--algorithm", "own"])
-        assert "gspo" in capsys.readouterr().err
-        row = train_math.ALGORITHMS["gspo"]._replace(eps_low=0.5)
-        monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
-        cfg = train_math.parse_settings(["--algorithm", "own"])
-        assert cfg.clip_range() == (0.5, 4e-4)
-
-    def test_with_a_wrong_clip_range_is_refused(self, monkeypatch):
+    def test_with_a_wrong_clip_range_or_name_is_refused(self, monkeypatch):
         row = train_math.ALGORITHMS["gspo"]._replace(eps_low=1.5)
         monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
         with pytest.raises(ValueError, match="eps_low 1.5"):
             settings(algorithm="own")
+        with pytest.raises(ValueError, match="GSPO is none of gspo, "):
+            settings(algorithm="GSPO")
 
 
 class TestTrain:
-    def test_settings_with_an_unknown_algorithm(self):
-        with pytest.raises(ValueError, match="GSPO is none of gspo, "):
-            train_math.Settings(algorithm="GSPO")
-
     def test_a_model_whose_weights_are_frozen_is_refused(self, fresh):
         fresh[0].requires_grad_(False)
-        parts = train_math.Parts(reward=parity_reward)
         with pytest.raises(ValueError, match="frozen"):
             train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
         with pytest.raises(ValueError, match="frozen"):
-            train_math.check_model(*fresh, sums(8), settings(), parts, train_math.ALGORITHMS)
+            check(*fresh)
 
     def test_without_questions_is_refused(self, fresh):
         with pytest.raises(ValueError, match="no questions"):
             train_math.train(settings(), *fresh, [], sums(2), reward=parity_reward)
-
-    def test_over_the_folder_of_its_model_is_refused(self, fresh, tmp_path):
-        (tmp_path / "model").mkdir()
-        with pytest.raises(ValueError, match="holds model"):
-            train_math.train(
-                settings(output_dir=str(tmp_path)), *fresh, sums(8), reward=parity_reward)
-
-    def test_gives_on_step_a_copy_of_the_metrics(self, fresh, tmp_path):
-        cfg = settings(output_dir=str(tmp_path), max_steps=1)
-        train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=dict.clear)
-        rows = read(tmp_path / "metrics.jsonl")
-        assert rows[0]["settings"] and rows[1]["step"] == 1
 
     def test_with_numbers_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
         number = torch.tensor([1e-3, 0], dtype=torch.float64).numpy()
@@ -290,44 +273,34 @@ class TestTrain:
         rows = train_math.train(cfg, *fresh, sums(8), state=state, reward=parity_reward)
         assert len(rows) == 2
         assert train_math.load_state(settings(output_dir=str(tmp_path / "b")), sums(8)) is None
+        for name in "state.pt", "metrics.jsonl":
+            (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match="holds model"):
+            train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
 
-    def test_gives_on_step_every_row_with_its_notes(self, fresh):
+    def test_gives_on_step_a_copy_of_every_row_with_its_notes(self, fresh):
         """Also without an output_dir, where nothing is printed."""
         seen = []
+
+        def on_step(row):
+            seen.append(dict(row))
+            row.clear()
+
         rows = train_math.train(
-            settings(), *fresh, sums(8), sums(2), reward=constant_reward,
-            on_step=lambda row: seen.append(dict(row)),
-        )
+            settings(), *fresh, sums(8), sums(2), reward=constant_reward, on_step=on_step)
         assert seen == rows and len(rows) == 7
         (note,) = rows[3]["notes"]
         assert "no gradient in three steps" in note and "(mean 0.3;" in note
         assert all("notes" not in row for row in rows[:3] + rows[4:])
         assert all("eval_results" not in row for row in rows)
 
-    def test_main_passes_on_step_on(self, command, tmp_path):
-        seen = []
-        flags = [*command, "--output_dir", str(tmp_path / "a"), "--max_steps", "1"]
-        train_math.main(flags, parity_reward, on_step=seen.append)
-        assert json.loads(json.dumps(seen)) == read(tmp_path / "a" / "metrics.jsonl")
-
     @pytest.mark.parametrize("name", ["encode_prompts", "generate", "response_log_probs"])
     def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
-        def fails(*arguments):
-            raise OSError("in the part")
-
+        fails = at_call(1, None, OSError("in the part"))
         with pytest.raises(SystemExit, match="in the part"):  # or a traceback, on another error
             parts = {"reward": parity_reward, name: fails}
             train_math.main([*command, "--output_dir", str(tmp_path / "a")], **parts)
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
-
-
-def test_an_answer_of_any_kind_can_be_logged(fresh, tmp_path):
-    answers = ["Paris", 7, "x #### 8", datetime.date(2025, 7, 24)]
-    held_out = [row | {"answer": answer} for row, answer in zip(sums(4), answers)]
-    cfg = settings(output_dir=str(tmp_path), max_steps=1)
-    train_math.train(cfg, *fresh, sums(8), held_out, reward=parity_reward)
-    found = [row["gold"] for row in read(tmp_path / "eval_0.jsonl")]
-    assert found == ["Paris", "7", "8", "2025-07-24"]
 
 
 class TestWhatIsKept:
@@ -344,28 +317,21 @@ class TestWhatIsKept:
             weights.append(torch.cat([p.detach().flatten() for p in copied.parameters()]))
         assert torch.equal(*weights)
 
-    def test_a_prompt_function_may_use_every_column(self, fresh):
-        model, tokenizer = fresh
+    def test_a_part_may_use_every_column_and_compute_gradients_in_the_trial(self, fresh):
+        """A model may be in training mode before the trial."""
         questions = [row | {"hint": "Add."} for row in sums(4)]
 
         def with_hint(tokenizer, questions, cfg):
             return [tokenizer(f"{row['hint']} {row['question']}").input_ids for row in questions]
 
-        cfg = settings(max_completion_length=8)
-        parts = train_math.Parts(reward=parity_reward, encode_prompts=with_hint)
-        train_math.check_model(model, tokenizer, questions, cfg, parts, train_math.ALGORITHMS)
+        def reward(prompts, completions, **columns):
+            weight = torch.ones(2, requires_grad=True)
+            weight.sum().backward()
+            return parity_reward(prompts, completions)
 
-    def test_a_signal_after_a_save_is_saved_too(self, fresh, tmp_path):
-        stopped = []
-
-        def on_step(row):
-            if row["step"] == 1:
-                stopped.append(15)
-
-        cfg = settings(output_dir=str(tmp_path), max_steps=6, save_steps=6)
-        train_math.train(cfg, *fresh, sums(4), stopped=stopped, on_step=on_step,
-                         reward=parity_reward)
-        assert len(torch.load(tmp_path / "state.pt")["rows"]) == 2
+        fresh[0].train()
+        check(*fresh, questions, reward=reward, encode_prompts=with_hint)
+        assert not fresh[0].training
 
     @pytest.mark.parametrize("ending", ["jsonl", "csv"])
     def test_answers_stay_as_they_are_written(self, tmp_path, ending):
@@ -380,15 +346,15 @@ class TestWhatIsKept:
         cfg = settings(dataset=str(path), eval_size=0)
         assert train_math.load_questions(cfg, parity_reward)[0] == rows
 
-    def test_a_run_with_answers_of_any_kind_is_resumed(self, fresh, tmp_path):
-        questions = [row | {"answer": datetime.date(2024, 1, 2)} for row in sums(8)]
-        held_out = [{"question": "?", "answer": torch.ones(2).numpy()},
-                    {"question": "??", "answer": {1, 2}}]
+    def test_answers_of_any_kind_can_be_logged_and_the_run_resumed(self, fresh, tmp_path):
+        answers = ["Paris", 7, "x #### 8", datetime.date(2025, 7, 24), torch.ones(2).numpy(), {1}]
+        rows = [row | {"answer": answer} for row, answer in zip(sums(6), answers)]
         cfg = settings(output_dir=str(tmp_path), max_steps=1)
-        rows = train_math.train(cfg, *fresh, questions, held_out, reward=parity_reward)
-        state = train_math.load_state(cfg, questions)
-        assert len(state["rows"]) == len(rows) == 2
-        assert "[1. 1.]" in state["results"][0]["gold"]
+        train_math.train(cfg, *fresh, rows, rows, reward=parity_reward)
+        found = [row["gold"] for row in read(tmp_path / "eval_0.jsonl")]
+        assert found == ["Paris", "7", "8", "2025-07-24", "[1. 1.]", "{1}"]
+        state = train_math.load_state(cfg, rows)
+        assert [row["gold"] for row in state["results"]] == found and len(state["rows"]) == 2
 
     def test_a_reward_may_change_the_directory(self, command, tmp_path, monkeypatch):
         (tmp_path / "elsewhere").mkdir()
@@ -405,20 +371,13 @@ class TestWhatIsKept:
     @pytest.mark.parametrize("part", ["on_step", "loss", "advantages", "generate"])
     def test_what_was_trained_is_saved_if_a_part_raises(self, fresh, tmp_path, monkeypatch, part):
         """Also between two saves. A loss raises in the first micro-batch of a step here."""
-        calls = []
         original = {
-            "on_step": lambda row: None,
+            "on_step": dict.clear,
             "loss": gspo.gspo_loss,
             "advantages": gspo.group_advantages,
             "generate": train_math.generate,
         }[part]
-
-        def raises_later(*arguments, **more):
-            calls.append(1)
-            if len(calls) == 4:
-                raise OSError("my disk")
-            return original(*arguments, **more)
-
+        raises_later = at_call(4, original, OSError("my disk"))
         cfg = settings(output_dir=str(tmp_path), save_steps=100, minibatches=1,
                        micro_batch_tokens=10**6)
         parts = {"reward": parity_reward}
@@ -436,17 +395,9 @@ class TestWhatIsKept:
 
     def test_half_a_step_is_not_saved(self, fresh, tmp_path, own_loss):
         """The second minibatch of a step raises, when the weights have moved already."""
-        calls = []
-
-        def loss(*arguments, **more):
-            calls.append(1)
-            if len(calls) == 6:
-                raise OSError("my disk")
-            return gspo.gspo_loss(*arguments, **more)
-
+        own_loss(at_call(6, gspo.gspo_loss, OSError("my disk")))
         cfg = settings(output_dir=str(tmp_path), save_steps=1, micro_batch_tokens=10**6)
         with pytest.raises(OSError):
-            own_loss(loss)
             train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
         assert torch.load(tmp_path / "state.pt")["rows"][-1]["step"] < 2
 
@@ -457,24 +408,6 @@ class TestWhatIsKept:
             run(command, tmp_path / "b", "--save_steps", "1", "--eval_steps", "3")
         assert save.call_count == 7
 
-    def test_a_reward_may_compute_gradients_in_the_trial(self, fresh):
-        def reward(prompts, completions, **columns):
-            weight = torch.ones(2, requires_grad=True)
-            weight.sum().backward()
-            return parity_reward(prompts, completions)
-
-        parts = train_math.Parts(reward=reward)
-        train_math.check_model(*fresh, sums(4), settings(), parts, train_math.ALGORITHMS)
-
-    def test_an_error_names_the_line_of_the_user(self):
-        def reward(prompts, completions, **columns):
-            return json.loads("no JSON")  # this line
-
-        with pytest.raises(RewardError) as raised:
-            train_math.score(reward, sums(1), ["x"])
-        number = reward.__code__.co_firstlineno + 1
-        assert f"{__file__}, line {number}" in str(raised.value)
-
     def test_a_dataset_of_the_library_can_be_trained_on(self, fresh):
         from datasets import Dataset
 
@@ -482,18 +415,6 @@ class TestWhatIsKept:
         listed = train_math.train(settings(max_steps=1), *fresh, sums(8), reward=parity_reward)
         rows = train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
         assert rows[0]["settings"]["questions"] == listed[0]["settings"]["questions"]
-
-    def test_a_model_in_training_mode_passes_the_trial(self, fresh):
-        parts = train_math.Parts(reward=parity_reward)
-        model, tokenizer = fresh
-        train_math.check_model(
-            model.train(), tokenizer, sums(4), settings(), parts, train_math.ALGORITHMS)
-        assert not fresh[0].training
-
-    def test_the_first_prompt_is_printed(self, command, tmp_path, capsys):
-        rows = run(command, tmp_path / "a", "--instruction", "Count!")
-        assert "has 0 figs?" in capsys.readouterr().out
-        assert len(read(tmp_path / "a" / "metrics.jsonl")) == len(rows)
 
     def test_a_user_may_bring_an_optimizer_and_all_its_groups_get_the_rate(self, fresh):
         made = []
@@ -522,39 +443,9 @@ class TestWhatIsKept:
         with pytest.raises(RewardError, match=f"rename the column {name} "):
             train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
 
-    def test_a_sample_of_the_user_gets_all_parts(self, fresh):
-        got = []
-
-        def sample(*arguments):
-            got.append(arguments[-1].reward)
-            return train_math.sample(*arguments)
-
-        train_math.train(settings(max_steps=1), *fresh, sums(8), sums(2), sample=sample)
-        assert got == [train_math.correctness_reward] * 3
-
 
 class TestOneRollout:
     """What a part of the user gets, may change, and may add on the way to the update."""
-
-    def test_what_a_loss_needs_besides_comes_from_the_minibatches(self, fresh, own_loss):
-        """Each response is weighted by the policy of the update over that of the sampler."""
-        seen = []
-
-        def build_minibatches(rollout, advantages, cfg):
-            minibatches = train_math.build_minibatches(rollout, advantages, cfg)
-            for batch in itertools.chain(*minibatches):
-                batch.extra["sampler_log_probs"] = batch.sampler_log_probs
-            return minibatches
-
-        def weighted(log_probs, old_log_probs, advantages, mask, *more, sampler_log_probs):
-            gap = (old_log_probs - sampler_log_probs)[mask]
-            seen.append(gap.abs().max().item())
-            return gspo.gspo_loss(log_probs, old_log_probs, advantages, mask, *more)
-
-        own_loss(weighted)
-        train_math.train(settings(max_steps=1), *fresh, sums(4), reward=parity_reward,
-                         build_minibatches=build_minibatches)
-        assert len(seen) > 1 and 0 < max(seen) < 1e-4
 
     def test_old_log_probs_of_the_user_are_kept_and_are_no_mistake(self, fresh):
         def build_minibatches(rollout, advantages, cfg):
@@ -621,41 +512,15 @@ class TestOneRollout:
                 row["tags"].append("c")
             return train_math.encode_prompts(tokenizer, questions, cfg)
 
-        parts = train_math.Parts(reward=reward, encode_prompts=encode_prompts)
+        parts = {"reward": reward, "encode_prompts": encode_prompts}
         cfg = settings(output_dir=str(tmp_path))
-        train_math.check_model(*fresh, questions, cfg, parts, train_math.ALGORITHMS)
-        rows = train_math.train(cfg, *fresh, questions, **vars(parts))
+        check(*fresh, questions, cfg, **parts)
+        rows = train_math.train(cfg, *fresh, questions, **parts)
         assert without_clocks(rows) == without_clocks(plain) and questions == before
         assert len(train_math.load_state(cfg, before)["rows"]) == len(rows)
 
 
 class TestUserState:
-    def test_is_given_back_when_a_run_is_resumed(self, command, tmp_path):
-        """The state counts the responses of the training steps. It is killed between two saves."""
-        def state_of_a_run(folder, dies_in_step):
-            user_state = {"seen": Counter(), "tensor": torch.zeros(2)}
-
-            def reward(prompts, completions, **columns):
-                user_state["seen"][len(completions)] += 1
-                user_state["tensor"] += 1
-                return parity_reward(prompts, completions)
-
-            def on_step(row):
-                if row["step"] == dies_in_step:
-                    raise KeyboardInterrupt
-
-            flags = [*command, "--output_dir", str(folder)]
-            train_math.main(flags, reward, on_step, user_state)
-            return user_state
-
-        whole = state_of_a_run(tmp_path / "whole", None)
-        with pytest.raises(SystemExit, match="What was saved is intact"):
-            state_of_a_run(tmp_path / "killed", 3)
-        resumed = state_of_a_run(tmp_path / "killed", None)
-        assert whole["seen"][16] == 6
-        assert resumed["seen"] == whole["seen"] and torch.equal(resumed["tensor"], whole["tensor"])
-        assert_same(tmp_path / "whole", tmp_path / "killed")
-
     def test_that_could_not_be_read_again_is_refused_when_it_is_saved(self, fresh, tmp_path):
         user_state = {"rates": torch.zeros(3)}
 
@@ -671,11 +536,8 @@ class TestUserState:
 
     def test_costs_the_steps_since_the_last_save_after_an_error(self, fresh, tmp_path):
         """It may have changed since then, so that it would not belong to the rows."""
-        def on_step(row):
-            if row["step"] == 3:
-                raise OSError("my disk")
-
         cfg = settings(output_dir=str(tmp_path))
+        on_step = at_call(4, dict.clear, OSError("my disk"))
         with pytest.raises(OSError, match="my disk"):
             train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=on_step,
                              user_state={"mine": 1})
@@ -684,23 +546,20 @@ class TestUserState:
 
 
 class TestFiles:
+    def test_keep_other_alphabets_readable(self, tmp_path):
+        support.runs.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
+        assert "groß" in (tmp_path / "log.jsonl").read_text(encoding="utf-8")
+
     def test_a_full_disk_is_an_exception_of_train(self, fresh, tmp_path):
         (tmp_path / "partial").symlink_to("/dev/full")
         with pytest.raises(OSError, match="is the disk full"):
             train_math.train(settings(output_dir=str(tmp_path)), *fresh, sums(8),
                              reward=parity_reward)
 
-    def test_a_second_run_in_another_process_is_refused(self, fresh, tmp_path):
-        with FileLock(tmp_path / "lock"):
-            code = f"""
-import train_math
-from tests.conftest import settings, sums, tiny_model, tiny_tokenizer
-tokenizer = tiny_tokenizer()
-cfg = settings(output_dir={str(tmp_path)!r})
-train_math.train(cfg, tiny_model(tokenizer, 0), tokenizer, sums(8))
-"""
-            status, _, errors = run_code(code)
-        assert status == 1 and "is in use by another process" in errors
+    def test_a_second_run_in_the_same_folder_is_refused(self, fresh, tmp_path):
+        cfg = settings(output_dir=str(tmp_path))
+        with FileLock(tmp_path / "lock"), pytest.raises(ValueError, match="is in use by another"):
+            train_math.train(cfg, *fresh, sums(8))
         assert {path.name for path in tmp_path.iterdir()} == {"lock"}
 
     def test_reading_a_state_writes_nothing(self, whole, command):

@@ -14,10 +14,10 @@ import torch
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_tokenizer
-from tests.conftest import TOP, run_code, without_clocks
-from tests.test_size import sizes
+from tests.conftest import block, run_code, without_clocks
+from tests.test_repository import sizes
 
-PAGE = (TOP / "guides" / "own_task.md").read_text(encoding="utf-8")
+PAGE = "guides/own_task.md"
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
 FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_tokens", "200",
          "--eps_low", str(EPS_LOW), "--eps_high", str(EPS_HIGH), "--max_steps", "3"]
@@ -34,17 +34,10 @@ def rewards_of(rollout):
     return reward([row["question"] for row in rollout.questions], rollout.texts)
 
 
-def block(containing):
-    """The one code block of the page that contains this text."""
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-               if containing in code]
-    return code
-
-
 def with_lora():
     """The recipe for a KL penalty, with the two functions of the recipe for LoRA."""
-    of_lora = block("get_peft_model")
-    code = block("gspo_kl")
+    of_lora = block(PAGE, "get_peft_model")
+    code = block(PAGE, "gspo_kl")
     for name in "load", "reference_log_probs":
         function = rf"(?:@.*\n)?def {name}\(.*\n(?: .*\n)+"
         code = code.replace(re.search(function, code)[0], re.search(function, of_lora)[0])
@@ -52,14 +45,14 @@ def with_lora():
 
 
 RECIPES = {  # the code and its algorithm
-    "token_mean": (block("leave_one_out"), "token_mean"),
-    "kl": (block("gspo_kl"), "gspo_kl"),
+    "token_mean": (block(PAGE, "leave_one_out"), "token_mean"),
+    "kl": (block(PAGE, "gspo_kl"), "gspo_kl"),
     "lora": (with_lora(), "gspo_kl"),
-    "tis": (block("gspo_tis"), "gspo_tis"),
-    "off_policy": (block('user_state["weights"]'), "gspo"),
-    "tools": (block("is_sampled"), "gspo"),
-    "curriculum": (block("pass_rates"), "gspo"),
-    "dynamic": (block("is_equal"), "gspo"),
+    "tis": (block(PAGE, "gspo_tis"), "gspo_tis"),
+    "off_policy": (block(PAGE, 'user_state["weights"]'), "gspo"),
+    "tools": (block(PAGE, "is_sampled"), "gspo"),
+    "curriculum": (block(PAGE, "pass_rates"), "gspo"),
+    "dynamic": (block(PAGE, "is_equal"), "gspo"),
 }
 
 
@@ -269,7 +262,7 @@ def test_a_killed_run_continues(name, command, tmp_path):
     for folder, killed_in in ("whole", None), ("killed", 3), ("killed", None):
         status, _, errors = run_code(
             BEFORE.format(killed_in=killed_in) + code, *command, *FLAGS, "--algorithm", algorithm,
-            "--output_dir", tmp_path / folder)
+            "--max_completion_length", "12", "--output_dir", tmp_path / folder)
         assert status == (-signal.SIGKILL if killed_in else 0), errors
         found.append((without_clocks(read(tmp_path / folder / "metrics.jsonl")),
                       torch.load(tmp_path / folder / "state.pt")))

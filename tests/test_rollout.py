@@ -13,7 +13,7 @@ import train_math
 from common.tiny_model import tiny_tokenizer
 from gspo import group_advantages, gspo_loss
 from support import cuda_sampling, sampling
-from tests.conftest import QUESTIONS, encoded, parity_reward, rollout_of, settings, sums
+from tests.conftest import QUESTIONS, check, encoded, parity_reward, rollout_of, settings, sums
 
 SAMPLERS = [sampling.dynamic_rollout, cuda_sampling.static_rollout]
 THREE = [*QUESTIONS, {"question": "3?"}]
@@ -39,6 +39,10 @@ KINDS = {  # the class of the model in transformers, and its settings
     "Gemma 3": ("Gemma3ForCausalLM", SIZES | {"head_dim": 8, "sliding_window": 8}),
     "LFM2": ("Lfm2ForCausalLM", SIZES | {"layer_types": ["conv", "full_attention"]}),
     "CTRL": ("CTRLLMHeadModel", {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 2}),
+    "linear rope": ("LlamaForCausalLM", SIZES | {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "dynamic rope": ("LlamaForCausalLM", SIZES | {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     "eager": ("Qwen2ForCausalLM", SIZES | {"attn_implementation": "eager"}),
 }
 
@@ -62,8 +66,7 @@ def micro_batch(prompts, responses, device="cpu"):
 
 
 def assert_log_probs_of_the_update(
-    model, prompts, group_size, responses, sampled, temperature, atol=1e-4
-):
+        model, prompts, group_size, responses, sampled, temperature, atol=1e-4):
     """The sampler's log-probs are those of response_log_probs, and 0 after the end."""
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     batch = micro_batch(prompts, responses, model.device)
@@ -156,21 +159,6 @@ class TestBothSamplers:
             assert responses[2 * k : 2 * k + 2] == [ids[len(prompt) :]] * 2
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
 
-    @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "a long window", "only windows", "GPT-2"])
-    def test_agree_on_greedy_tokens_and_their_log_probs(self, kind):
-        """Prompts of different lengths are padded on the left. Some responses end early, others
-        reach the limit, which is beyond the sixteenth token."""
-        lengths = set()
-        for seed in range(2):
-            model, tokenizer = model_of(kind, seed)
-            prompts = encoded(tokenizer, [*THREE, *sums(4)])
-            found = [s(model, prompts, 2, 20, 0.0, FREQUENT_ENDS) for s in SAMPLERS]
-            (responses, log_probs), (its_responses, its_log_probs) = found
-            assert its_responses == responses
-            assert torch.allclose(its_log_probs, log_probs, atol=1e-5)
-            lengths |= {len(response) for response in responses}
-        assert min(lengths) < 16 < max(lengths) == 20
-
     def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(self, tiny, monkeypatch):
         model, tokenizer = tiny
         prompts = encoded(tokenizer)
@@ -224,14 +212,11 @@ class TestBothSamplers:
 
 
 class TestWhichSampler:
-    @pytest.mark.parametrize(
-        "kind, can",
-        [
-            ("Qwen2", True), ("Qwen3", True), ("GPT-2", True), ("a long window", True),
-            ("only windows", True), ("a short window", False), ("Gemma 3", False), ("LFM2", False),
-            ("CTRL", False), ("eager", False),
-        ],
-    )
+    @pytest.mark.parametrize("kind, can", [
+        ("Qwen2", True), ("Qwen3", True), ("GPT-2", True), ("a long window", True),
+        ("only windows", True), ("a short window", False), ("Gemma 3", False), ("LFM2", False),
+        ("CTRL", False), ("eager", False), ("linear rope", True), ("dynamic rope", False),
+    ])
     def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
         model, _ = model_of(kind)
         assert cuda_sampling.cache_can_be_static(model, 64) is can
@@ -239,13 +224,9 @@ class TestWhichSampler:
             assert cuda_sampling.cache_can_be_static(model, 128)
             assert not cuda_sampling.cache_can_be_static(model, 129)
 
-    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(
-        self, fresh, monkeypatch
-    ):
-        model, _ = fresh
-        assert cuda_sampling.cache_can_be_static(model, 20)
-        monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
-        assert not cuda_sampling.cache_can_be_static(model, 20)
+    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(self, tiny, monkeypatch):
+        monkeypatch.setattr(tiny[0], "get_decoder", lambda: torch.nn.Linear(1, 1))
+        assert not cuda_sampling.cache_can_be_static(tiny[0], 20)
 
     @pytest.fixture
     def chosen(self, monkeypatch):
@@ -301,19 +282,6 @@ class TestWhichSampler:
         train_math.generate(model, [[5, 6], [7]], 2, 7, 0.0, FREQUENT_ENDS)
         assert [name for name, *_ in chosen] == ["dynamic", "static", "dynamic"]
 
-    def test_training_with_a_float16_sampler_measures_the_gap_and_keeps_the_ratios(
-        self, fresh, pretend_cuda, chosen
-    ):
-        pretend_cuda(fresh[0])
-        cfg = settings(max_steps=2)
-        rows = train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
-        assert {name for name, *_ in chosen} == {"static"}
-        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
-        assert all(1e-6 < row["sampler_gap"] < 0.01 for row in rows[1:])
-        assert all(p.dtype == torch.float32 for p in fresh[0].parameters())
-        dtypes = [next(model.parameters()).dtype for _, model, _ in chosen]
-        assert dtypes == [torch.float32, torch.float16, torch.float16, torch.float32]
-
 
 class TestPrecision:
     """Which copy of the weights samples responses to train on, on CUDA."""
@@ -328,8 +296,7 @@ class TestPrecision:
             value = torch.zeros(model.config.hidden_size)
             value[3] = size
             model.model.layers[0].mlp.register_forward_hook(
-                lambda module, inputs, output: output + value.to(output.dtype)
-            )
+                lambda module, inputs, output: output + value.to(output.dtype))
             return model, encoded(tokenizer)
 
         pretend_cuda(model)
@@ -351,14 +318,12 @@ class TestPrecision:
         assert log_probs.isfinite().all()
         return seen[-1], capsys.readouterr().out
 
-    def test_is_float16_if_it_holds_all_values(self, outlier, capsys):
-        dtype, shown = self.dtype_of(*outlier(100.0), capsys)
-        assert dtype == torch.float16 and not shown
-
-    def test_is_bf16_if_float16_overflows_and_one_line_says_so(self, outlier, capsys):
-        dtype, shown = self.dtype_of(*outlier(1e6), capsys)
-        assert dtype == torch.bfloat16
-        assert shown.count("\n") == 1 and "torch.float16" in shown
+    @pytest.mark.parametrize("size, expected", [(100.0, torch.float16), (1e6, torch.bfloat16)])
+    def test_is_bf16_if_float16_overflows_and_one_line_says_so(
+            self, outlier, capsys, size, expected):
+        dtype, shown = self.dtype_of(*outlier(size), capsys)
+        assert dtype == expected
+        assert shown.count("\n") == shown.count("torch.float16") == (size == 1e6)
 
     def test_is_float32_if_both_are_far_from_it(self, tiny, pretend_cuda, capsys):
         """All logits are large, and two of them differ by less than half precision can show."""
@@ -467,8 +432,7 @@ class TestSample:
         tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}A{% endif %}"
-            "{% if enable_thinking is false %} now{% endif %}"
-        )
+            "{% if enable_thinking is false %} now{% endif %}")
         cfg = settings(instruction="Say #### 1")
         ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
         assert tokenizer.decode(ids[0]) == "user How?\nSay #### 1A now"
@@ -478,7 +442,6 @@ class TestSample:
 
 
 class TestLogProbs:
-
     def test_are_the_same_if_a_large_vocabulary_needs_several_chunks(self, tiny, monkeypatch):
         """And no chunk of logits has more than 256 rows, or 2^22 elements if that is more."""
         model, tokenizer = tiny
@@ -521,7 +484,8 @@ class TestLogProbs:
         assert batch.sampler_log_probs.tolist() == [[0, -1, 0, -3], [-4, 0, 0, 0]]
         log_probs = train_math.response_log_probs(model, batch, 1.0)
         everything = model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0].log_softmax(-1)
-        expected = torch.tensor([0, everything[1, 7], 0, everything[3, 9]])
+        expected = torch.stack([torch.zeros(()), everything[1, 7], torch.zeros(()),
+                                everything[3, 9]])
         assert torch.allclose(log_probs[0], expected, atol=1e-5)
 
     def test_give_the_same_gradient_from_micro_batches_of_1_2_and_all(self, tiny):
@@ -540,8 +504,7 @@ class TestLogProbs:
                 log_probs = train_math.response_log_probs(model, batch, 1.0)
                 old_log_probs = log_probs.detach() - 1e-4
                 loss = gspo_loss(
-                    log_probs, old_log_probs, batch.advantages, batch.mask, denominator=8
-                )
+                    log_probs, old_log_probs, batch.advantages, batch.mask, denominator=8)
                 loss.backward()
             return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -564,8 +527,7 @@ class TestLogProbs:
         (batches,) = train_math.build_minibatches(rollout, torch.ones(80), cfg)
         most = tokens // 16
         assert [len(batch.ids) for batch in batches] == [most] * (80 // most) + [80 % most] * (
-            80 % most > 0
-        )
+            80 % most > 0)
 
     def test_are_taken_in_minibatches_of_whole_groups(self, fresh):
         _, tokenizer = fresh
@@ -602,8 +564,7 @@ class TestOtherModels:
     def test_sample_and_score_alike_and_train(self, kind):
         """LFM2 has convolutions, whose state is in the cache beside keys and values. GPT-2 has
         learned positions, which count from the first token of the prompt and not of the padding.
-        The last one has a layer that sees only the last
-        eight tokens."""
+        The last one has a layer that sees only the last eight tokens."""
         model, tokenizer = model_of(kind, seed=0)
         prompts = encoded(tokenizer)
         ends = torch.arange(1, 20)
@@ -612,7 +573,6 @@ class TestOtherModels:
         assert len({len(response) for response in responses}) > 3
         assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
         cfg = settings(max_steps=1, max_completion_length=40)
-        parts = train_math.Parts(reward=parity_reward)
-        train_math.check_model(model, tokenizer, sums(4), cfg, parts, train_math.ALGORITHMS)
+        check(model, tokenizer, sums(4), cfg)
         _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=parity_reward)
         assert row["log_ratio_first_max"] == 0 < row["grad_norm"]

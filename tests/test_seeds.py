@@ -25,21 +25,6 @@ def test_every_fresh_run_has_the_settings_of_the_plan():
             assert f"--eps_low {settings['eps_low']} --eps_high {settings['eps_high']}" in plan
 
 
-def test_the_runs_are_counted_by_their_last_greedy_accuracy():
-    def log(accuracy, seconds):
-        rows = [{"start": {"0.0": 0.1, "1.0": 0.2},
-                 "settings": {"minibatches": 8, "epochs": 4, "max_steps": 16}}]
-        return rows + [{"eval_reward": accuracy, "sampled": 0.5, "cpu_seconds": seconds}]
-
-    accuracies = [0.34, 0.36, 0.89, *[0.91] * (len(seeds.FRESH) - 3)]
-    slow = {pair: log(accuracy, 30.0) for pair, accuracy in zip(seeds.FRESH, accuracies)}
-    fast = {pair: log(1.0, 10.0) for pair in seeds.FRESH}
-    text = seeds.report_table({"GSPO": slow, "one update": fast})
-    (line,) = [line for line in text.splitlines() if line.startswith("| GSPO |")]
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:] == ["9 of 12", "1 of 12", "512", "3.0 (3.0 to 3.0)"]
-
-
 def test_a_run_that_exists_is_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(seeds, "RESULTS", tmp_path)
     monkeypatch.chdir(tmp_path)

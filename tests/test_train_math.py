@@ -1,6 +1,6 @@
 """train_math.py: data, training, evaluation, resuming, the command line, models that are refused.
 
-Further tests of it are in test_answers.py, test_rollout.py and test_own_task.py.
+Further tests of it are in test_answers, test_rollout, test_bad_inputs and test_own_task.
 """
 
 import copy
@@ -13,8 +13,7 @@ import os
 import shutil
 import signal
 import sys
-import threading
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -32,6 +31,8 @@ from gspo import group_advantages, gspo_loss
 from tests.conftest import (
     QUESTIONS,
     assert_same,
+    at_call,
+    check,
     constant_reward,
     one_line,
     parity_reward,
@@ -42,8 +43,6 @@ from tests.conftest import (
     without_clocks,
     write_jsonl,
 )
-
-TOP = Path(__file__).resolve().parents[1]
 
 
 def dataset(path, **changes):
@@ -103,28 +102,6 @@ class TestDataset:
         for some in questions, list(questions), rows[:3], rows[:4][::-1]:
             hashes.append(support.runs.fingerprint(dataset("x"), some)["questions"])
         assert hashes[0] == hashes[1] and len(set(hashes)) == 3
-
-    @pytest.mark.parametrize(
-        "text, words",
-        [
-            ('{"question": "?"}\n', "row 1 "), ('{"answer": "#### 1"}\n', "row 1 "),
-            ('{"question": 1, "answer": "1"}\n', "row 1 "),
-            ('{"question": "?", "answer": "none"}\n', "row 1 "),
-            ('{"question": "?", "answer": "1"}\n{"question": "?", "answer": "1/2"}\n', "row 2 "),
-            ('{"question": "?", "answer": "1"}\n' * 5 + '{"question": "?"}\n', "row 6 "),
-            ('{"problem": "?", "solution": "1"}\n', "row 1 needs a question"),
-        ],
-    )
-    def test_that_is_wrong_ends_in_one_line_that_says_where(
-        self, command, tmp_path, monkeypatch, text, words
-    ):
-        load = {"load": lambda *a: pytest.fail("a model was loaded first")}
-        path = tmp_path / "q.jsonl"
-        path.write_text(text)
-        line = one_line(
-            train_math.main, *command, "--dataset", path, "--output_dir", tmp_path / "o", **load
-        )
-        assert line.startswith(f"train_math.py: --dataset {path}: ") and words in line
 
 
 class Spy:
@@ -212,8 +189,7 @@ class TestTraining:
             patch.setattr(torch.nn.utils, "clip_grad_norm_", note)
             cfg = settings(
                 minibatches=2, epochs=2, max_steps=1, temperature=0.8, eps_low=0.01, eps_high=0.03,
-                micro_batch_tokens=60, learning_rate=3e-3,
-            )
+                micro_batch_tokens=60, learning_rate=3e-3)
             _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=reward, **spy.parts())
         moments.append((model, None))
         ((prompts, responses, _),) = spy.rollouts
@@ -230,8 +206,7 @@ class TestTraining:
             then.zero_grad()
             half = slice(0, 8) if k % 2 == 0 else slice(8, 16)
             loss, new = brute_force_loss(
-                then, prompts[half], responses[half], advantages[half], old[half], 0.8
-            )
+                then, prompts[half], responses[half], advantages[half], old[half], 0.8)
             loss.backward()
             losses.append(loss.item())
             norms.append(math.hypot(*(p.grad.norm().item() for p in then.parameters())))
@@ -276,8 +251,7 @@ class TestTraining:
     @pytest.mark.parametrize("algorithm, clipped", [("gspo", 6), ("gspo_token", 6), ("grpo", 4)])
     @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
     def test_counts_the_tokens_that_the_algorithm_clips(
-        self, fresh, monkeypatch, algorithm, clipped, micro_batch_tokens
-    ):
+            self, fresh, monkeypatch, algorithm, clipped, micro_batch_tokens):
         """Six responses in two minibatches, with chosen log-probs. In the first minibatch, s is
         exp(-0.2), which is below the range of 0.85 to 1.2, for a response of 2 tokens. In the
         second, it is exp(0.4), which is above it, for a response of 4 tokens, and 1 for one of 2
@@ -285,8 +259,7 @@ class TestTraining:
         cfg = settings(
             algorithm=algorithm, eps_low=0.15, eps_high=0.2, group_size=3, prompts_per_step=2,
             minibatches=2, max_completion_length=4, max_steps=1,
-            micro_batch_tokens=micro_batch_tokens,
-        )
+            micro_batch_tokens=micro_batch_tokens)
         responses = [[5] * n for n in (2, 1, 3, 4, 2, 1)]
         moved_by = {0: [-0.4, 0.0], 3: [0.0, 0.5, 0.5, 0.6], 4: [0.0, 0.0]}
         sampled = torch.zeros(6, 4)
@@ -310,8 +283,7 @@ class TestTraining:
                 loss=loss, advantages=lambda *arguments: torch.tensor([-1.0, 0, 0, 1, -1, 0])))
         _, row = train_math.train(
             cfg, *fresh, sums(2), reward=lambda **columns: [1, 0, 0, 0, 0, 0.5],
-            generate=lambda *arguments: (responses, sampled), response_log_probs=response_log_probs,
-        )
+            generate=lambda *arguments: (responses, sampled), response_log_probs=response_log_probs)
         assert row["clip_fraction"] == pytest.approx(clipped / 8)
         assert row["log_ratio_first_max"] == pytest.approx(0.2)
         assert row["log_ratio_mean"] == pytest.approx(0.2)
@@ -337,47 +309,17 @@ class TestTraining:
         for algorithm in train_math.ALGORITHMS:
             cfg = settings(
                 algorithm=algorithm, eps_low=0.01, eps_high=0.01, max_steps=1, epochs=2,
-                learning_rate=1e-2,
-            )
+                learning_rate=1e-2)
             model, tokenizer = train_math.load(world / "model", "cpu")
             _, rows[algorithm] = train_math.train(
-                cfg, model, tokenizer, sums(4), reward=parity_reward
-            )
+                cfg, model, tokenizer, sums(4), reward=parity_reward)
         for key in "loss", "grad_norm", "log_ratio_std", "clip_fraction":
             gspo = pytest.approx(rows["gspo"][key], rel=1e-3, abs=1e-6)
             assert rows["gspo_token"][key] == gspo
             assert rows["grpo"][key] != gspo
 
-    def test_rewards_each_response_for_its_own_question(self, fresh):
-        """Prompts, responses and columns have the same order."""
-        _, tokenizer = fresh
-        seen = {"asked": []}
-
-        def reward(prompts, completions, answer, **columns):
-            seen.update(prompts=prompts, answers=answer)
-            return [float(i % 3 == 0) for i in range(len(completions))]
-
-        def generate(model, prompts, *rest):
-            seen["asked"] += tokenizer.batch_decode(prompts)
-            return train_math.generate(model, prompts, *rest)
-
-        def build(rollout, advantages, cfg):
-            seen["built"] = tokenizer.batch_decode(rollout.prompts)
-            return train_math.build_minibatches(rollout, advantages, cfg)
-
-        cfg = settings(max_steps=1, rollout_rows=8)
-        questions = sums(7)
-        train_math.train(
-            cfg, *fresh, questions, reward=reward, generate=generate, build_minibatches=build
-        )
-        answers = {row["question"]: row["answer"] for row in questions}
-        assert seen["built"] == [prompt + "\n" for prompt in seen["prompts"]]
-        assert seen["asked"] == seen["built"][::4] and len(set(seen["asked"])) == 4
-        assert seen["answers"] == [answers[prompt] for prompt in seen["prompts"]]
-
     def test_keeps_the_weights_if_all_rewards_are_equal_and_says_so_once(
-        self, command, world, tmp_path, capsys
-    ):
+            self, command, world, tmp_path, capsys):
         rows = run(command, tmp_path / "a", reward=constant_reward)
         assert all(row["equal_reward_groups"] == 1 for row in rows[1:])
         for row in rows[1:]:
@@ -398,15 +340,12 @@ class TestTraining:
 
         cfg = settings(output_dir=str(tmp_path), max_steps=1, minibatches=1, micro_batch_tokens=60)
         _, row = train_math.train(
-            cfg, *fresh, sums(4), reward=parity_reward, response_log_probs=rounds_otherwise
-        )
+            cfg, *fresh, sums(4), reward=parity_reward, response_log_probs=rounds_otherwise)
         assert row["log_ratio_first_max"] > 0
         assert "note: log_ratio_first_max is not 0" in capsys.readouterr().out
 
-    @pytest.mark.parametrize(
-        "equal, is_noted",
-        [([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False)],
-    )
+    @pytest.mark.parametrize("equal, is_noted", [
+        ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False)])
     def test_notes_that_the_first_three_steps_have_no_gradient(self, equal, is_noted):
         rows = [{"step": 0}]
         for step, fraction in enumerate(equal, 1):
@@ -463,16 +402,12 @@ class TestTraining:
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_stops_if_weights_are_not_finite_and_keeps_the_last_good_state(
-        self, command, tmp_path, own_loss, bad
-    ):
-        calls = itertools.count(1)
-
-        def loss(*arguments, **more):
-            factor = bad if next(calls) == 4 else 1  # the first is the trial
-            return factor * gspo_loss(*arguments, **more)
+            self, command, tmp_path, own_loss, bad):
+        def bad_loss(*arguments, **more):
+            return bad * gspo_loss(*arguments, **more)
 
         flags = ["--minibatches", "1", "--save_steps", "1", "--output_dir", tmp_path / "a"]
-        own_loss(loss)
+        own_loss(at_call(4, gspo_loss, bad_loss))  # the first is the trial
         line = one_line(train_math.main, *command, *flags, reward=parity_reward)
         assert "step 3: the loss or the weights are not finite" in line
         assert "--learning_rate" in line
@@ -504,46 +439,28 @@ class TestTraining:
         assert set(seen["forward"]) == {False} and set(seen["backward"]) == {True}
         assert not torch.backends.cuda.matmul.allow_tf32
 
-    @pytest.mark.parametrize("before", [False, True])
-    def test_restores_the_precision_after_an_exception_too(self, fresh, own_loss, before):
-        matmul = torch.backends.cuda.matmul
-
-        def fails(gradient):
-            raise RuntimeError("in the backward")
-
+    def test_restores_the_precision_after_an_exception_too(self, fresh, own_loss):
         def loss(*arguments, **more):
             loss = gspo_loss(*arguments, **more)
-            loss.register_hook(fails)
+            loss.register_hook(at_call(1, None, RuntimeError("in the backward")))
             return loss
 
-        matmul.allow_tf32 = before
-        try:
-            with pytest.raises(RuntimeError, match="in the backward"):
-                own_loss(loss)
-                train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
-            assert not matmul.allow_tf32, "train() switches it off, whatever it was"
-        finally:
-            matmul.allow_tf32 = False
+        own_loss(loss)
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_tf32 = True
+        with pytest.raises(RuntimeError, match="in the backward"):
+            train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
+        is_restored = not matmul.allow_tf32
+        matmul.allow_tf32 = False
+        assert is_restored, "train() switches it off, whatever it was"
 
     def test_writes_what_it_promises(self, whole):
         rows = read(whole / "metrics.jsonl")
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
         metrics = {
-            "step",
-            "reward",
-            "response_length",
-            "cut",
-            "equal_reward_groups",
-            "entropy",
-            "sampler_gap",
-            "loss",
-            "grad_norm",
-            "clip_fraction",
-            "log_ratio_first_max",
-            "log_ratio_mean",
-            "log_ratio_std",
-            "seconds",
-            "seconds_rollout",
+            "step", "reward", "response_length", "cut", "equal_reward_groups", "entropy",
+            "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max",
+            "log_ratio_mean", "log_ratio_std", "seconds", "seconds_rollout",
         }
         evaluation = {"eval_questions", "eval_reward", "eval_reward_interval"}
         assert set(rows[0]) == {"step", "settings"} | evaluation
@@ -588,22 +505,16 @@ class TestEvaluation:
         assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8}
         for i, result in enumerate(results):
             assert result == {
-                "question": f"{i}?",
-                "gold": "7",
-                "response": texts[i],
-                "tokens": len(responses[i]),
-                "reward": float(i < 6),
-                "last_number": float(i < 8),
+                "question": f"{i}?", "gold": "7", "response": texts[i],
+                "tokens": len(responses[i]), "reward": float(i < 6), "last_number": float(i < 8),
             }
         assert len(results) == 10
         train_math.evaluate(*fresh, questions, cfg, temperature=0.5, generate=generate)
         assert asked[1] == (10, 1, 9, 0.5)
         assert support.metrics.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
 
-    @pytest.mark.parametrize(
-        "values, interval",
-        [([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)],
-    )
+    @pytest.mark.parametrize("values, interval", [
+        ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
     def test_with_an_own_reward_has_an_interval_where_it_is_0_or_1(self, fresh, values, interval):
         questions = [{"question": "?", "level": i} for i in range(3)]
         levels = []
@@ -618,26 +529,16 @@ class TestEvaluation:
         assert [result["reward"] for result in row["eval_results"]] == values
         assert all(result["gold"] is None for result in row["eval_results"])
 
-    def test_takes_place_every_save_steps_rollouts_and_at_the_end(self, fresh):
-        rows = train_math.train(
-            settings(max_steps=7, save_steps=3), *fresh, sums(8), sums(2), reward=parity_reward
-        )
-        assert [i for i, row in enumerate(rows) if "eval_reward" in row] == [0, 3, 6, 7]
-
 
 class Killed(BaseException):
     pass
 
 
-def dies_at(call, function, half=None):
-    """The function, but the call with this number does only half of the work and then dies."""
-    calls = itertools.count(1)
+def after(half):
+    """Does half of the work and then dies."""
 
     def dying(*arguments, **more):
-        if next(calls) < call:
-            return function(*arguments, **more)
-        if half:
-            half(*arguments)
+        half(*arguments)
         raise Killed
 
     return dying
@@ -656,34 +557,33 @@ def half_a_model(self, folder):
     (folder / "config.json").write_text("{")
 
 
-KILLS = {
-    "in an update": (train_math.ALGORITHMS, "gspo", 15, gspo_loss, None),
-    "in the log": (Path, "write_text", 6, Path.write_text, half_a_text),
-    "in the results of an evaluation": (Path, "write_text", 5, Path.write_text, half_a_text),
-    "in an evaluation": (train_math, "evaluate", 3, train_math.evaluate, None),
-    "in the first save": (torch, "save", 1, torch.save, half_a_state),
-    "in a later save": (torch, "save", 3, torch.save, half_a_state),
-    "before the first save counts": (os, "replace", 1, os.replace, None),
-    "before a later save counts": (os, "replace", 2, os.replace, None),
+KILLS = {  # what is called, which call of it, and what it does instead
+    "in an update": (None, None, 15, Killed()),
+    "in the log": (Path, "write_text", 6, after(half_a_text)),
+    "in the results of an evaluation": (Path, "write_text", 5, after(half_a_text)),
+    "in an evaluation": (train_math, "evaluate", 3, Killed()),
+    "in the first save": (torch, "save", 1, after(half_a_state)),
+    "in a later save": (torch, "save", 3, after(half_a_state)),
+    "before the first save counts": (os, "replace", 1, Killed()),
+    "before a later save counts": (os, "replace", 2, Killed()),
     "in the model at the end": (
-        transformers.PreTrainedModel, "save_pretrained", 1, None, half_a_model),
+        transformers.PreTrainedModel, "save_pretrained", 1, after(half_a_model)),
 }
 
 
 class TestResuming:
     @pytest.mark.parametrize("moment", KILLS)
     def test_after_a_kill_equals_a_run_never_killed(
-        self, command, whole, tmp_path, monkeypatch, moment
-    ):
-        owner, name, call, function, half = KILLS[moment]
-        dying = dies_at(call, function, half)
+            self, command, whole, tmp_path, monkeypatch, own_loss, moment):
+        owner, name, call, instead = KILLS[moment]
         with monkeypatch.context() as patch:
-            if owner is train_math.ALGORITHMS:
-                patch.setitem(owner, name, owner[name]._replace(loss=dying))
+            if owner:
+                patch.setattr(owner, name, at_call(call, getattr(owner, name), instead))
             else:
-                patch.setattr(owner, name, dying)
+                own_loss(at_call(call, gspo_loss, instead))
             with pytest.raises(Killed):
                 run(command, tmp_path / "killed")
+        own_loss(gspo_loss)
         run(command, tmp_path / "killed")
         assert_same(whole, tmp_path / "killed")
 
@@ -693,8 +593,7 @@ class TestResuming:
         (signal.SIGTERM, signal.SIGTERM),
     ])
     def test_after_a_signal_equals_a_run_never_stopped(
-        self, command, whole, tmp_path, capsys, number, second
-    ):
+            self, command, whole, tmp_path, capsys, number, second):
         """The signal comes in the middle of step 3 of 6. After one signal, the step is finished and
         saved. After two, which may be different ones, the run ends at once. Afterwards, the earlier
         handlers are in place."""
@@ -731,8 +630,7 @@ class TestResuming:
         assert_same(whole, tmp_path / "a")
 
     def test_of_a_finished_run_changes_nothing_and_repairs_its_model(
-        self, command, whole, tmp_path, capsys
-    ):
+            self, command, whole, tmp_path, capsys):
         folder = tmp_path / "a"
         shutil.copytree(whole, folder)
         (folder / "model" / "model.safetensors").write_bytes(b"half")
@@ -747,44 +645,37 @@ class TestResuming:
         data = shutil.copy(command[3], tmp_path / "copy.jsonl")
         flags = [
             "--max_steps", "8", "--micro_batch_tokens", "99", "--rollout_rows", "8", "--save_steps",
-            "5", "--dataset", str(data),
-        ]
+            "5", "--dataset", str(data)]
         rows = run(command, folder, *flags)
         assert (
             "begun with --max_steps 6 (with another value, the learning rate jumps)"
-            in capsys.readouterr().out
-        )
+            in capsys.readouterr().out)
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
 
-    @pytest.mark.parametrize(
-        "flags, words",
-        [
-            (["--seed", "1"], "other values of seed."),
-            (["--group_size", "2"], "other values of group_size."),
-            (["--epochs", "2", "--temperature", "0.9"], "other values of epochs, temperature."),
-            (["--algorithm", "grpo"], "other values of algorithm, eps_low, eps_high."),
-            (["--learning_rate", "1"], "other values of learning_rate."),
-            (["--prompts_per_step", "8"], "other values of prompts_per_step."),
-            (["--minibatches", "2"], "other values of minibatches."),
-            (["--instruction", "Hm."], "other values of instruction."),
-            (["--max_completion_length", "7"], "other values of max_completion_length."),
-            (["--model", "other"], "other values of model."),
-            (["--eval_size", "2"], "questions (they also change with --eval_size)."),
-            (["--dataset", "changed.jsonl"], "questions (they also change with --eval_size)."),
-        ],
-    )
+    @pytest.mark.parametrize("flags, words", [
+        (["--seed", "1"], "other values of seed."),
+        (["--group_size", "2"], "other values of group_size."),
+        (["--epochs", "2", "--temperature", "0.9"], "other values of epochs, temperature."),
+        (["--algorithm", "grpo"], "other values of algorithm, eps_low, eps_high."),
+        (["--learning_rate", "1"], "other values of learning_rate."),
+        (["--prompts_per_step", "8"], "other values of prompts_per_step."),
+        (["--minibatches", "2"], "other values of minibatches."),
+        (["--instruction", "Hm."], "other values of instruction."),
+        (["--max_completion_length", "7"], "other values of max_completion_length."),
+        (["--model", "other"], "other values of model."),
+        (["--eval_size", "2"], "questions (they also change with --eval_size)."),
+        (["--dataset", "changed.jsonl"], "questions (they also change with --eval_size)."),
+    ])
     def test_refuses_another_run_by_what_it_has_changed(
-        self, command, whole, tmp_path, monkeypatch, flags, words
-    ):
+            self, command, whole, tmp_path, monkeypatch, flags, words):
         load = {"load": lambda *a: pytest.fail("a model was loaded first")}
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "changed.jsonl", [{"question": "new?", "answer": "1"}] + sums(29))
         before = {path: path.read_bytes() for path in whole.rglob("*.*")}
         line = one_line(
-            train_math.main, *command, "--output_dir", whole, *flags, reward=parity_reward, **load
-        )
+            train_math.main, *command, "--output_dir", whole, *flags, reward=parity_reward, **load)
         assert words in line and f"--output_dir {whole}: " in line
         assert {path: path.read_bytes() for path in whole.rglob("*.*")} == before
 
@@ -795,17 +686,12 @@ class TestResuming:
         assert {path.name for path in tmp_path.iterdir()} == {name}
         assert (tmp_path / name).read_text() == "mine"
 
-    def test_refuses_a_file_and_a_damaged_state(self, command, whole, tmp_path):
-        (tmp_path / "file").write_text("mine")
-        file = tmp_path / "file"
-        assert f"--output_dir {file}: " in one_line(train_math.main, *command, "--output_dir", file)
+    def test_refuses_a_damaged_state(self, command, whole, tmp_path):
         shutil.copytree(whole, tmp_path / "a")
         state = tmp_path / "a" / "state.pt"
         state.write_bytes(state.read_bytes()[:-5000])
-        line = one_line(
-            train_math.main, *command, "--output_dir", tmp_path / "a", reward=parity_reward
-        )
-        assert f"--output_dir {tmp_path / 'a'}: " in line
+        with pytest.raises(SystemExit, match=f"--output_dir {tmp_path / 'a'}: "):
+            run(command, tmp_path / "a")
 
     def test_refuses_a_second_process_and_gives_the_lock_back(self, command, tmp_path):
         (tmp_path / "a").mkdir()
@@ -818,25 +704,22 @@ class TestResuming:
 
 
 class TestCommandLine:
-    @pytest.mark.parametrize(
-        "flags, word",
-        [
-            ("--group_size 1", "--group_size 1"), ("--group_sizes 4", "--group_sizes"),
-            ("--group_siz 4", "--group_siz"), ("--rollout_rows 0", "--rollout_rows"),
-            ("--prompts_per_step 0", "--prompts_per_step"),
-            ("--prompts_per_step 6", "--minibatches"), ("--temperature 0", "--temperature"),
-            ("--learning_rate nan", "nan"), ("--learning_rate -1", "--learning_rate"),
-            ("--eps_low 0", "--eps_low"), ("--eps_low 1.5", "eps_low 1.5"),
-            ("--eps_low 0.9997", "0.9997"), ("--eps_low 0.9", "distance"),
-            ("--eps_high 0", "--eps_high"), ("--eps_high -0.1", "--eps_high"),
-            ("--eps_high inf", "--eps_high"), ("--tiny", "--tiny"),
-            ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
-            ("--seed -1", "--seed"), ("--seed 99999999999999999", "--seed"), ("stray", "stray"),
-            ("--save_steps 0", "--save_steps"), ("--micro_batch_tokens 0", "--micro_batch_tokens"),
-            ("--epochs 0", "--epochs"), ("--minibatches 0", "--minibatches"),
-            ("--max_completion_length 0", "--max_completion_length"),
-        ],
-    )
+    @pytest.mark.parametrize("flags, word", [
+        ("--group_size 1", "--group_size 1"), ("--group_sizes 4", "--group_sizes"),
+        ("--group_siz 4", "--group_siz"), ("--rollout_rows 0", "--rollout_rows"),
+        ("--prompts_per_step 0", "--prompts_per_step"),
+        ("--prompts_per_step 6", "--minibatches"), ("--temperature 0", "--temperature"),
+        ("--learning_rate nan", "nan"), ("--learning_rate -1", "--learning_rate"),
+        ("--eps_low 0", "--eps_low"), ("--eps_low 1.5", "eps_low 1.5"),
+        ("--eps_low 0.9997", "0.9997"), ("--eps_low 0.9", "distance"),
+        ("--eps_high 0", "--eps_high"), ("--eps_high -0.1", "--eps_high"),
+        ("--eps_high inf", "--eps_high"), ("--tiny", "--tiny"),
+        ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
+        ("--seed -1", "--seed"), ("--seed 99999999999999999", "--seed"), ("stray", "stray"),
+        ("--save_steps 0", "--save_steps"), ("--micro_batch_tokens 0", "--micro_batch_tokens"),
+        ("--epochs 0", "--epochs"), ("--minibatches 0", "--minibatches"),
+        ("--max_completion_length 0", "--max_completion_length"),
+    ])
     def test_refuses_what_is_wrong_in_one_line(self, flags, word):
         line = one_line(train_math.main, *flags.split())
         assert line.startswith("train_math.py: settings: ") and word in line
@@ -847,18 +730,13 @@ class TestCommandLine:
             train_math.main(flags.split())
         assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err
 
-    def test_gives_each_algorithm_its_own_clip_range(self):
-        for algorithm, expected in (
-            ("gspo", (3e-4, 4e-4)), ("gspo_token", (3e-4, 4e-4)), ("grpo", (0.2, 0.27)),
-        ):
-            cfg = train_math.parse_settings(["--algorithm", algorithm])
-            assert cfg.clip_range() == expected
-        cfg = train_math.parse_settings(["--eps_low", "0.1"])
-        assert cfg.clip_range() == (0.1, 4e-4)
-        cfg = train_math.parse_settings(["--algorithm", "grpo", "--eps_high", "0.1"])
-        assert cfg.clip_range() == (0.2, 0.1)
-        cfg = train_math.parse_settings(["--eps_low", "1", "--eps_high", "1e9"])
-        assert cfg.clip_range() == (1, 1e9), "no clip"
+    @pytest.mark.parametrize("flags, expected", [
+        ("", (3e-4, 4e-4)), ("--algorithm gspo_token", (3e-4, 4e-4)),
+        ("--algorithm grpo", (0.2, 0.27)), ("--eps_low 0.1", (0.1, 4e-4)),
+        ("--algorithm grpo --eps_high 0.1", (0.2, 0.1)), ("--eps_low 1 --eps_high 1e9", (1, 1e9)),
+    ])
+    def test_gives_each_algorithm_its_own_clip_range(self, flags, expected):
+        assert train_math.parse_settings(flags.split()).clip_range() == expected
 
     def test_a_changed_algorithm_has_its_own_clip_range(self):
         grpo = train_math.Settings(algorithm="grpo")
@@ -873,30 +751,12 @@ class TestCommandLine:
         assert settings["dataset"] == "openai/gsm8k"
         numbers = {k: v for k, v in settings.items() if not isinstance(v, str)}
         assert numbers == {
-            "seed": 0,
-            "system": None,
-            "eps_low": None,
-            "eps_high": None,
-            "group_size": 8,
-            "prompts_per_step": 32,
-            "minibatches": 4,
-            "epochs": 1,
-            "learning_rate": 1e-6,
-            "max_steps": 200,
-            "temperature": 1.0,
-            "max_completion_length": 512,
-            "micro_batch_tokens": 1024,
-            "rollout_rows": 256,
-            "save_steps": 25,
-            "eval_steps": None,
+            "seed": 0, "system": None, "eps_low": None, "eps_high": None, "group_size": 8,
+            "prompts_per_step": 32, "minibatches": 4, "epochs": 1, "learning_rate": 1e-6,
+            "max_steps": 200, "temperature": 1.0, "max_completion_length": 512,
+            "micro_batch_tokens": 1024, "rollout_rows": 256, "save_steps": 25, "eval_steps": None,
             "eval_size": 512,
         }
-
-    def test_takes_the_ends_of_each_range(self):
-        cfg = train_math.parse_settings(
-            ["--group_size", "2", "--seed", "0", "--eval_size", "0", "--minibatches", "1"]
-        )
-        assert (cfg.group_size, cfg.seed, cfg.eval_size, cfg.minibatches) == (2, 0, 0, 1)
 
     def test_helps(self, capsys):
         with pytest.raises(SystemExit) as stop:
@@ -908,31 +768,19 @@ class TestCommandLine:
             assert algorithm in said
 
     def test_names_the_flags_that_help_when_memory_runs_out(self, command, tmp_path, own_loss):
-        def full(*arguments, **more):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
         flags = ["--output_dir", tmp_path / "a"]
-        own_loss(full)
+        own_loss(at_call(1, gspo_loss, torch.OutOfMemoryError("CUDA out of memory.")))
         line = one_line(train_math.main, *command, *flags, reward=parity_reward)
         assert "CUDA out of memory" in line
         assert "--micro_batch_tokens" in line and "--rollout_rows" in line
 
     def test_shows_the_traceback_of_a_mistake_in_a_part_and_can_be_called_again(
-        self, command, whole, tmp_path, own_loss
-    ):
+            self, command, whole, tmp_path, own_loss):
+        """Between two updates of step 4. Step 3 is not saved."""
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-
-        calls = itertools.count(1)
-
-        def mistaken(*arguments, **more):
-            if next(calls) == 12:  # between two updates of step 4; step 3 is not saved
-                raise RuntimeError("shapes do not fit")
-            return gspo_loss(*arguments, **more)
-
-        flags = [*command, "--output_dir", str(tmp_path / "a")]
-        own_loss(mistaken)
+        own_loss(at_call(12, gspo_loss, RuntimeError("shapes do not fit")))
         with pytest.raises(RuntimeError, match="shapes"):
-            train_math.main(flags, parity_reward)
+            run(command, tmp_path / "a")
         assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
@@ -940,18 +788,8 @@ class TestCommandLine:
 
     def test_works_outside_of_the_main_thread(self, command, whole, tmp_path):
         """There, Python does not allow signal handlers."""
-        errors = []
-
-        def work():
-            try:
-                run(command, tmp_path / "a")
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert not errors
+        with ThreadPoolExecutor() as threads:
+            threads.submit(run, command, tmp_path / "a").result()
         assert_same(whole, tmp_path / "a")
 
     def test_rewards_correct_numbers_if_no_reward_is_given(self, command, tmp_path, capsys):
@@ -962,7 +800,7 @@ class TestCommandLine:
         shown = capsys.readouterr().out
         assert "26 questions and 4 held-out ones" in shown and "step 1/3" in shown
         assert "eval_reward 0 (95% CI 0 to 0.49)" in " ".join(shown.split())
-        assert "103,488 parameters" in shown
+        assert "103,488 parameters" in shown and "a complete prompt: 'has 0 figs?" in shown
         assert len([line for line in shown.split("\n") if "? -> '" in line]) == 6
         for step in 0, 2, 3:
             rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
@@ -989,16 +827,10 @@ def blind_to_padding(forward, inputs):
     return forward(**inputs | {"attention_mask": None, "position_ids": None})
 
 
-def check(model, tokenizer, questions, cfg):
-    parts = train_math.Parts(reward=parity_reward)
-    train_math.check_model(model, tokenizer, questions, cfg, parts, train_math.ALGORITHMS)
-
-
 class TestModels:
     @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1], QUESTIONS[:1]])
     def test_that_work_pass_the_check(self, fresh, questions):
-        cfg = settings(instruction="")
-        check(*fresh, questions, cfg)
+        check(*fresh, questions, settings(instruction=""))
 
     @pytest.mark.parametrize("fault", [doubled, forgetful, blind_to_padding])
     @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1]])
@@ -1008,18 +840,14 @@ class TestModels:
         model.forward = lambda **inputs: fault(forward, inputs)
         torch.manual_seed(0)
         with pytest.raises(ValueError, match="log-probs of eight sampled tokens differ"):
-            check(model, tokenizer, questions, settings())
+            check(model, tokenizer, questions)
 
-    @pytest.mark.parametrize(
-        "fault, words",
-        [
-            ("no pair by one token", "not a pair"), ("no end", "an end token"),
-            ("no template", "chat"), ("too long", "up to 515 tokens"), ("nan", "differ by nan"),
-        ],
-    )
+    @pytest.mark.parametrize("fault, words", [
+        ("no pair by one token", "not a pair"), ("no end", "an end token"),
+        ("no template", "chat"), ("too long", "up to 515 tokens"), ("nan", "differ by nan"),
+    ])
     def test_that_do_not_fit_end_in_one_line_before_any_step(
-        self, command, fresh, tmp_path, fault, words
-    ):
+            self, command, fresh, tmp_path, fault, words):
         model, tokenizer = fresh
         flags = ["--output_dir", tmp_path / "a"]
         if fault == "no pair by one token":
@@ -1040,18 +868,6 @@ class TestModels:
         assert words in line
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
 
-    def test_that_are_not_there_or_damaged_end_in_one_line(self, command, world, tmp_path):
-        (tmp_path / "empty").mkdir()
-        shutil.copytree(world / "model", tmp_path / "cut")
-        weights = tmp_path / "cut" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1000])
-        for name in "empty", "nowhere", "cut":
-            line = one_line(
-                train_math.main, *command, "--model", tmp_path / name, "--output_dir",
-                tmp_path / "o",
-            )
-            assert f"--model {tmp_path / name} " in line
-
     @pytest.mark.parametrize("config, name, value", [
         (transformers.Gemma2Config, "final_logit_softcapping", 30.0),
         (transformers.GraniteConfig, "logits_scaling", 8.0),
@@ -1062,22 +878,20 @@ class TestModels:
         assert hasattr(config(), name)
         for harmless in None, 1.0:
             setattr(fresh[0].config, name, harmless)
-            check(*fresh, QUESTIONS, settings())
+            check(*fresh)
         setattr(fresh[0].config, name, value)
         with pytest.raises(ValueError, match=name):
-            check(*fresh, QUESTIONS, settings())
+            check(*fresh)
 
     def test_are_trained_without_dropout(self, fresh):
         """Dropout would give the same tokens other log-probs in each forward."""
         _, tokenizer = fresh
         config = transformers.GPT2Config(
             vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=256,
-            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, resid_pdrop=0.5,
-        )
+            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, resid_pdrop=0.5)
         model = transformers.GPT2LMHeadModel(config).train()
         rows = train_math.train(
-            settings(max_steps=2), model, tokenizer, sums(8), reward=parity_reward
-        )
+            settings(max_steps=2), model, tokenizer, sums(8), reward=parity_reward)
         assert not model.training
         assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
 
@@ -1088,18 +902,3 @@ class TestModels:
         model.float()
         model.frozen = torch.nn.Parameter(torch.ones(1).bfloat16(), requires_grad=False)
         train_math.train(settings(max_steps=1), *fresh, sums(8), reward=parity_reward)
-
-    @pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
-    def test_with_lora_train_their_adapter_alone(self, fresh):
-        from peft import LoraConfig, get_peft_model
-
-        model, tokenizer = fresh
-        adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-        before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
-        cfg = settings(max_steps=2)
-        check(adapted, tokenizer, sums(4), cfg)
-        rows = train_math.train(cfg, adapted, tokenizer, sums(8), sums(2), reward=parity_reward)
-        moved = {name for name, p in adapted.named_parameters() if not torch.equal(p, before[name])}
-        assert moved and all("lora_" in name for name in moved)
-        assert any("lora_A" in name for name in moved) and any("lora_B" in name for name in moved)
-        assert all(row["log_ratio_first_max"] == 0 < row["log_ratio_std"] for row in rows[1:])

@@ -10,11 +10,7 @@ from experiments.tiny import two_turns
 
 
 @pytest.mark.parametrize("answer, told", [
-    ("3", "+\n"),
-    ("9", "-\n"),
-    ("7", "=\n"),
-    ("x", "?\n"),
-    ("37", "?\n"),
+    ("3", "+\n"), ("9", "-\n"), ("7", "=\n"), ("x", "?\n"), ("37", "?\n"),
 ])
 def test_the_reply_says_where_the_digit_is(answer, told):
     assert two_turns.reply(7, answer) == told
