@@ -228,7 +228,7 @@ def draw_still():
     signs = torch.tensor(log["step"]["advantages"]).sign()
     kinds = ((1, "#00805e", "o"), (-1, "#a8438a", "v"), (0, "gray", "."))
     figure = Figure((11, 5.4), layout="constrained")
-    figure.suptitle("Without the clip, nothing limits how unlikely a step makes its wrong responses\n"
+    figure.suptitle("Without the clip, nothing limits how unlikely a step makes wrong responses\n"
                     "(circle: correct, triangle: wrong, hollow: clipped, grey dot: A = 0, "
                     "blue: GSPO's clip range)")
     ticks = [1.1, 1.01, 1, 0.99, 0.9, 0.5, 0.1, 0.01]

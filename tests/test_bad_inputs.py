@@ -235,6 +235,14 @@ def test_a_wrong_loss_is_noticed_before_any_step(
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"lock"}
 
 
+@pytest.mark.parametrize("name", ["q.csv", "q.jsonl"])
+def test_a_file_may_begin_with_the_byte_order_mark_of_windows(tmp_path, name):
+    text = {"q.csv": "question,answer\n1+1?,2\n"}.get(name, rows())
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    questions, _ = train_math.load_questions(settings(dataset=str(tmp_path / name), eval_size=0))
+    assert questions[0]["answer"] in ("2", "#### 0")
+
+
 def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(command, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train.jsonl", sums(6))

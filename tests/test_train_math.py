@@ -303,6 +303,7 @@ class TestTraining:
         update = [(batch, torch.zeros(1, 2), 0.0)]
         row = train_math.update_metrics([update] * steps, [1.0] * steps, "sequence", (3e-4, 4e-4))
         assert row["log_ratio_first_max"] == 0 and row["log_ratio_std"] is None
+        assert row["log_ratio_mean"] == (None if steps == 1 else 0)
 
     def test_of_gspo_token_equals_gspo_and_grpo_differs(self, world):
         rows = {}
@@ -828,6 +829,12 @@ def blind_to_padding(forward, inputs):
 
 
 class TestModels:
+    def test_are_loaded_in_float32_and_switch_tf32_off(self, world):
+        torch.set_float32_matmul_precision("high")
+        model, _ = train_math.load(world / "model", "cpu")
+        assert torch.get_float32_matmul_precision() == "highest" and not model.training
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
     @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1], QUESTIONS[:1]])
     def test_that_work_pass_the_check(self, fresh, questions):
         check(*fresh, questions, settings(instruction=""))
