@@ -138,7 +138,7 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
         generated.append(parts.generate(
             model, prompts[i:i + prompts_at_once], group_size, cfg.max_completion_length,
             temperature, end_ids))
-    responses, log_probs, *more = zip(*generated)
+    responses, log_probs, *more = zip(*generated, strict=True)
     responses = list(itertools.chain(*responses))
     is_sampled = [[True] * len(response) for response in responses]
     if more:  # a `generate` of your own may return is_sampled, too
@@ -166,7 +166,7 @@ class MicroBatch:
             ids.append(torch.tensor(prompt + response))
             # A mask that is made from pad tokens would miss the end token of some models.
             is_sampled = [False] * len(prompt) + rollout.is_sampled[i]
-            mask.append(torch.tensor(is_sampled[1:]))  # position t predicts token t + 1
+            mask.append(torch.tensor(is_sampled[1:], dtype=bool))  # position t predicts token t + 1
             log_probs.append(pad(rollout.log_probs[i, :len(response)], (len(prompt) - 1, 0)))
         self.indices = list(indices)
         self.ids = pad_sequence(ids, batch_first=True).to(device)  # (b, L), padded on the right
@@ -270,7 +270,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
     minibatches = parts.build_minibatches(rollout, advantages, cfg)
     with torch.no_grad():
         for batch in itertools.chain(*minibatches):
-            batch.is_on_policy = batch.old_log_probs is None  # or else a part of yours has set them
+            batch.is_on_policy = batch.old_log_probs is None  # False: a part of yours has set them
             if batch.is_on_policy:
                 batch.old_log_probs = parts.response_log_probs(model, batch, cfg.temperature)
 
@@ -297,7 +297,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
         optimizer.zero_grad()
         updates.append(update)
 
-    check_finite(model, grad_norms, step)  # FloatingPointError: the gradients or weights are not
+    check_finite(model, grad_norms, step)  # raises a FloatingPointError
     return {
         **own_metrics,
         "step": step,
@@ -335,7 +335,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(),
     state: from load_state. on_step: called with the metrics of each step, such as wandb.log.
     user_state: a dict of your own that is saved with the run; resuming gives it its saved values.
     replaced: functions to use in place of the default ones, by their names in Parts. Once `stopped`
-    is not empty, the run ends after its step. If output_dir is None, nothing is printed or written.
+    is not empty, the run ends after its step. If output_dir is None, no row is printed or written.
     Returns the metrics, one dict per step; step 0 is only an evaluation. ValueError: these
     arguments cannot be used. OSError: the run cannot be saved."""
     model.eval()  # without dropout, which would give each forward pass other log-probs

@@ -16,7 +16,7 @@ from support.sampling import dynamic_rollout, next_logits, next_tokens, prefill
 
 def generate(model, prompts, group_size, max_length, temperature, end_ids):
     """Sample with dynamic_rollout, which has the same arguments and results, or, on CUDA, with
-    static_rollout and a 16-bit copy of the model. FloatingPointError: its logits are not finite."""
+    static_rollout and a 16-bit copy. FloatingPointError: on CUDA, the logits are not finite."""
     length = max(map(len, prompts)) + max_length
     arguments = prompts, group_size, max_length, temperature, end_ids
     if model.device.type != "cuda" or not cache_can_be_static(model, length):
@@ -159,7 +159,7 @@ def run_and_capture(decode):
             raise torch.OutOfMemoryError(str(error)) from error
         if "CUDA error" in str(error):
             raise ValueError(f"this model cannot be recorded in a CUDA graph ({error!r:.200}). Use "
-                             "main(generate=dynamic_rollout), from support.sampling") from error
+                             "main(generate=dynamic_rollout), from support.sampling") from None
         note(f"sampling without a CUDA graph, which is slow: {error!r:.200}")
         return decode
     return graph.replay

@@ -48,8 +48,8 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
                 first.append(sequence_log_ratio)
             log_ratio = sequence_log_ratio if ratio == "sequence" else token_log_ratio
             share = clip_fraction(log_ratio.exp(), batch.advantages, batch.mask, *clip_range)
-            clipped_tokens += (share * lengths.sum()).item()
-            all_tokens += lengths.sum().item()
+            clipped_tokens += (share * batch.mask.sum()).item()
+            all_tokens += batch.mask.sum().item()
             total_loss += loss
     n = max(1, len(updates))
     later = torch.cat(later) if later else torch.zeros(0)

@@ -1,4 +1,4 @@
-"""The program around train_math.py: flags, a lock, signals, and one line for each error."""
+"""The program around train_math.py: flags, a lock, signals, and one line for a refused input."""
 import contextlib
 import os
 import signal

@@ -28,7 +28,7 @@ def locked(folder):
     os.makedirs(folder, exist_ok=True)
     lock = FileLock(Path(folder, "lock").absolute(), timeout=0, is_singleton=True)
     try:
-        return lock.acquire()  # the same process may lock it again
+        return lock.acquire()  # the same thread may lock it again
     except Timeout:
         raise ValueError(f"{folder} is in use by another process") from None
 
@@ -152,7 +152,7 @@ def load_state(cfg, questions):
         state = {"user_state": {}} | torch.load(path, map_location="cpu")
         begun_with = state["rows"][0]["settings"]
     except Exception as error:  # torch.load raises many kinds
-        raise ValueError(f"state.pt cannot be read, so choose another ({error!r:.200})") from None
+        raise ValueError(f"state.pt cannot be read ({error!r:.200}). Use another folder") from None
     now = fingerprint(cfg, questions)
     changed = [name for name, value in begun_with.items()
                if name not in MAY_CHANGE and value != now.get(name, "no such setting")]

@@ -100,7 +100,8 @@ def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids
 
     prompts: lists of token ids; end_ids (n,): the ids that end a response. Returns the B responses,
     group by group, as lists of token ids with the end token, and their log-probs (B, max_length),
-    0 after the end. A sampler of your own may return a third list, Rollout.is_sampled.
+    0 after the end (at temperature 0, those of temperature 1). A sampler of your own may return a
+    third list, Rollout.is_sampled.
     (model.generate would apply the top_k and top_p of the checkpoint. Then the responses would not
     come from the policy whose log-probs the update computes.)"""
     cache = DynamicCache(config=model.config)

@@ -419,6 +419,20 @@ class TestSample:
         more = ends if isinstance(ends, list) else [ends] if ends else []
         assert asked == sorted({tokenizer.eos_token_id, *more})
 
+    def test_marks_of_tool_tokens_are_given_for_all_prompts_or_for_none(self, fresh):
+        def generate(model, prompts, *more):
+            found = [[5, 6]], torch.zeros(1, 6), [[True, False]]
+            return found if prompts == first else found[:2]
+
+        model, tokenizer = fresh
+        first = encoded(tokenizer, QUESTIONS[:1])
+        parts = train_math.Parts(generate=generate)
+        cfg = settings(rollout_rows=1, instruction="")
+        got = train_math.sample(model, tokenizer, QUESTIONS[:1], 1, 1.0, cfg, parts)
+        assert got.is_sampled == [[True, False]]
+        with pytest.raises(ValueError, match="zip"):
+            train_math.sample(model, tokenizer, QUESTIONS, 1, 1.0, cfg, parts)
+
     def test_gives_texts_without_the_end_token(self, fresh):
         model, tokenizer = fresh
         response = tokenizer("4+5").input_ids + [tokenizer.eos_token_id]
@@ -474,9 +488,10 @@ class TestLogProbs:
         assert batch.indices == [0, 1] and batch.old_log_probs is None and batch.extra == {}
 
     def test_leave_out_what_a_tool_wrote_but_the_model_reads_it(self, tiny):
-        """The log-probs of the sampler stand where those of the update stand."""
+        """The log-probs of the sampler stand where those of the update stand. Numbers are marks,
+        too."""
         model, _ = tiny
-        is_sampled = [[True, False, True], [True]]
+        is_sampled = [[1, 0, 1], [True]]
         sampled = torch.tensor([[-1.0, 0, -3], [-4, 0, 0]])
         rollout = rollout_of([[5, 6], [5]], [[7, 8, 9], [7]], sampled, is_sampled)
         batch = train_math.MicroBatch(rollout, torch.ones(2), [0, 1], "cpu")
