@@ -3,6 +3,7 @@
     python -m common.evaluate after.jsonl --model FOLDER_OR_HUB_ID --dataset GSM8K
                                    [--temperature 0 0.6 1] [other flags of train_math.py]
     python -m common.evaluate before.jsonl after.jsonl ...
+    python -m common.evaluate runs/mine/eval_0.jsonl runs/mine/eval_25.jsonl
 
 The first command asks the model the questions of the test split, once at each temperature (default:
 0, which is greedy decoding), with the instruction and the chat template of the training. It adds a
@@ -15,9 +16,10 @@ On CUDA, greedy responses come from the model in float32, and those at a tempera
 its float16 copy, with which train_math.py samples. The policy of the copy is slightly different.
 Each row and the table say which precision was used (earlier rows do not). On CPUs, it is float32.
 
-The second command only prints the table. It compares each model with the first one by a paired
-test, so all files must have answers to the same questions. With --last_number, the last number of a
-response counts as its answer, whatever its format.
+The other commands only print the table. The third one compares two evaluations of a run, also with
+a reward of your own, if it is 0 or 1. Each model is compared with the first one by a paired test, so
+all files must have answers to the same questions. With --last_number, the last number of a response
+counts as its answer, whatever its format.
 """
 import argparse
 import sys
@@ -113,6 +115,9 @@ def table_line(name, rows, reference, temperature):
     how = f"at temperature {temperature}" if temperature else "greedy"
     if "precision" in answers_at(rows, temperature)[0]:
         how += f", {answers_at(rows, temperature)[0]['precision']}"
+    last_number = "-"
+    if "last_number" in answers_at(rows, temperature)[0]:
+        last_number = f"{mean(column(rows, temperature, 'last_number')):.1%}"
     cut = "-"
     if "cut" in answers_at(rows, temperature)[0]:
         cut = f"{mean(column(rows, temperature, 'cut')):.0%}"
@@ -120,7 +125,7 @@ def table_line(name, rows, reference, temperature):
         name,
         how,
         f"{sum(correct):.0f} of {len(correct)}, {accuracy_text(correct)}",
-        f"{mean(column(rows, temperature, 'last_number')):.1%}",
+        last_number,
         *versus,
         cut,
         f"{mean(column(rows, temperature, 'tokens')):.0f}",

@@ -57,7 +57,7 @@ def largest_gap(sampler, model):
     """The largest sampler_gap that rounding explains, in nats; a sampler of yours may use bf16."""
     if sampler is not generate:
         return 0.1
-    used = PRECISIONS.keys() - REFUSED.get(model, ()) if model.device.type == "cuda" else ()
+    used = PRECISIONS.keys() - REFUSED.get(model, PRECISIONS)  # has no model without a copy
     return min((PRECISIONS[dtype] for dtype in used), default=1e-4)
 
 

@@ -143,6 +143,8 @@ def test_a_precision_that_has_failed_is_not_tried_again(graphs, fresh, pretend_c
         tried.append(next(sampler.parameters()).dtype)
         return False
 
+    assert train_math.largest_gap(train_math.generate, model) == 1e-4  # without a 16-bit copy
+    train_math.generate(model, *arguments)
     assert train_math.largest_gap(train_math.generate, model) == 1e-2
     with mock.patch.object(cuda_sampling, "can_sample", cannot_sample):
         for _ in range(2):

@@ -156,6 +156,18 @@ class TestEvaluate:
         evaluate.main(["--last_number", *files])
         assert "| after | greedy | 3 of 4, 75.0%" in capsys.readouterr().out
 
+    def test_compares_two_evaluations_of_a_run_with_another_reward(self, tmp_path, capsys):
+        """Their questions are texts, in any order, and they have no last number."""
+        files = []
+        for step, rewards in (0, {"a": 0, "b": 1}), (8, {"b": 1, "a": 1}):
+            path = tmp_path / f"eval_{step}.jsonl"
+            write_jsonl(path, [{"question": text, "reward": x, "tokens": 2}
+                               for text, x in rewards.items()])
+            files.append(str(path))
+        evaluate.main(files)
+        out = capsys.readouterr().out
+        assert "| eval_8 | greedy | 2 of 2, 100.0% (34.2% to 100.0%) | - | +50.0% (" in out
+
     def test_refuses_missing_files_and_unknown_flags(self, flags, tmp_path, capsys):
         path = str(tmp_path / "before.jsonl")
         assert "--model no/such" in one_line(evaluate.main, path, *flags, "--model", "no/such")
