@@ -17,7 +17,7 @@ its float16 copy, with which train_math.py samples. The policy of the copy is sl
 Each row and the table say which precision was used (earlier rows do not). On CPUs, it is float32.
 
 The other commands only print the table. The third one compares two evaluations of a run, also with
-a reward of your own, if it is 0 or 1. Each model is compared with the first one by a paired test, so
+a reward of your own, if it is 0 or 1. Each file is compared with the first one by a paired test, so
 all files must have answers to the same questions. With --last_number, the last number of a response
 counts as its answer, whatever its format.
 """

@@ -13,7 +13,8 @@ import torch
 
 import gspo
 import train_math
-from common.logs import read
+from common.intervals import paired
+from common.logs import read, read_packed
 from tests.conftest import TOP, block, check, parity_reward, run, settings, sums
 
 OWN_TASK = "guides/own_task.md"
@@ -56,6 +57,27 @@ def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
         assert cut == [len(response) == cfg.max_completion_length for response in ids]
     assert any(any(cut) for _, _, cut in seen) and not all(all(cut) for _, _, cut in seen)
     assert rows[2]["eval_lengths"] == [len(response) for response in seen[-1][1]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_table_of_the_recipe_for_a_laptop_is_that_of_its_logs(seed):
+    logs = read_packed(TOP / "guides/reviews/runs.jsonl.gz")
+    found = {}
+    for name in "eval_0", "eval_16", "metrics":
+        rows = logs[f"seed_{seed}/{name}"]
+        found[name] = [row["reward"] for row in rows if "reward" in row]
+    before, after, steps = found.values()
+    difference, (low, high), _ = paired(before, after)
+    line = (f"| {seed} | {sum(before) / 70:.1%} | {sum(after) / 70:.1%} | {100 * difference:+.1f} "
+            f"({100 * low:+.1f} to {100 * high:+.1f}) | {steps[0]:.0%}, {steps[-1]:.0%} |")
+    assert line in (TOP / OWN_TASK).read_text(encoding="utf-8") and len(before) == 70
+
+
+def test_the_reward_of_the_front_page_accepts_a_word_and_a_sentence():
+    reward = names_of("README.md", "def reward")["reward"]
+    texts = ["Paris", "The capital of France is Paris.", "paris!", "Paris or Rome", "", "Pari"]
+    assert reward(texts, texts, ["Paris"] * 6) == [1, 1, 1, 0, 0, 0]
+    assert reward(["7"], ["It is 7."], [7]) == [1]  # the answer may be a number
 
 
 @pytest.mark.parametrize("text", [r"\boxed{5 + 3}", r"\boxed{7!}", r"\boxed{42 000}", "#### 5-3"])
