@@ -13,13 +13,13 @@ from pathlib import Path
 from common.logs import read
 
 PANELS = {  # metric: (title, label of the vertical axis)
-    "reward": (
-        "line: sampled responses; squares:\nheld-out questions, 95% interval", "mean reward"),
-    "response_length": ("length of the\nsampled responses", "tokens"),
-    "clip_fraction": (
-        "tokens that clipping removes\nfrom the gradient", "clipped (fraction of tokens)"),
-    "log_ratio_std": (
-        "how far the policy moves in\nthe updates after the first", "standard deviation of log s")}
+    "reward": ("reward (line: sampled), and\neval_reward (squares: held-out, 95% CI)",
+               "mean reward"),
+    "response_length": ("response_length\nof the sampled responses", "tokens"),
+    "clip_fraction": ("clip_fraction: what clipping\nremoves from the gradient",
+                      "fraction of tokens"),
+    "log_ratio_std": ("log_ratio_std: how much the\nratios of the responses differ",
+                      "standard deviation of log s")}
 STYLES = {  # Okabe and Ito's colours, which colour-blind readers can tell apart, and line styles
     "gspo": ("#0072B2", "-"),
     "grpo": ("#E69F00", "--"),
@@ -121,7 +121,7 @@ def draw(runs, path, eps_high=None, title=None):
         axis.update_datalim([(1, 0)])  # so that the room above counts from 0
         axis.autoscale_view()
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.set(title=panel, xlabel="rollout", ylabel=unit, ylim=(0, None))
+        axis.set(title=panel, xlabel="step", ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
     if any("accuracy" in row for rows in runs.values() for row in rows):
         axes[0].set_ylabel("accuracy")  # old logs have a mean reward of other parts beside it

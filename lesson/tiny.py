@@ -160,8 +160,10 @@ def main(argv=None):
         *FLAGS, *RANGES.get(cfg.algorithm, []), "--model", str(folder / "model"), "--dataset",
         str(folder / "questions"), "--instruction", "", *flags])
     picture = Path(cfg.output_dir, "metrics.png")
-    draw({cfg.algorithm: read(Path(cfg.output_dir, "metrics.jsonl"))}, picture)
-    print(f"a picture of the run: {picture}")
+    draw({cfg.algorithm: read(Path(cfg.output_dir, "metrics.jsonl"))}, picture,
+         title=f"the run in {cfg.output_dir}: {cfg.algorithm}, world {args.world}")
+    if picture.exists():
+        print(f"a picture of the run: {picture}")
 
 
 if __name__ == "__main__":

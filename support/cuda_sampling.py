@@ -3,7 +3,6 @@
 Read sampling.py first. What is here only makes the same work faster on a GPU.
 """
 import copy
-import functools
 import weakref
 
 import torch
@@ -11,6 +10,7 @@ from tqdm.auto import tqdm
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from support.models import note
 from support.sampling import dynamic_rollout, next_logits, next_tokens, prefill
 
 
@@ -39,16 +39,9 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
     return responses, log_probs
 
 
-@functools.cache  # so that it is printed once, and not in each step
-def note(text):
-    tqdm.write(f"note: {text}")
-
-
 # Responses to train on are sampled with a 16-bit copy of the weights, which takes less than half of
-# the time (measured in bf16). The ratios stay exact, because the old log-probs come from the
-# forward pass of the update. But the policy that samples is a slightly different one. A bf16 copy
-# keeps few of the changes of a step at a learning rate of 1e-6. float16 has eight times as many
-# numbers near 0, but its largest number is 65,504 (experiments/precision.md).
+# the time (measured in bf16). The policy that samples is then a slightly different one. bf16 keeps
+# few of the changes of a step at 1e-6. float16 ends at 65,504 (experiments/precision.md).
 PRECISIONS = {torch.float16: 1e-2, torch.bfloat16: 0.1}  # and the sampler_gap that each explains
 REFUSED = weakref.WeakKeyDictionary()  # {model: the precisions that have failed for it}
 

@@ -17,13 +17,11 @@ def rollout_metrics(rollout, minibatches, advantages, cfg):
     for batch in itertools.chain(*minibatches):
         gaps.append((batch.sampler_log_probs - batch.old_log_probs)[batch.mask])
     return {
-        # In tokens that the model sampled itself, the end token included.
         "response_length": sum(lengths) / len(lengths),
         "cut": sum(is_cut) / len(is_cut),  # share at the limit
         "equal_reward_groups": has_equal_rewards.float().mean().item(),  # they have no gradient
         "entropy": -rollout.log_probs.sum().item() / sum(lengths),  # nats per token, estimated
-        # Mean absolute difference between the sampler's log-probs and the old log-probs, in nats.
-        "sampler_gap": torch.cat(gaps).abs().mean().item() if gaps else None,
+        "sampler_gap": torch.cat(gaps).abs().mean().item() if gaps else None,  # nats
     }
 
 
@@ -56,10 +54,9 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
     return {
         "loss": total_loss / n,  # a value close to 0 is normal
         "grad_norm": sum(grad_norms) / n,  # before it is clipped to 1
-        # The share of the sampled tokens. Responses with advantage 0 are not in the minibatches.
         "clip_fraction": clipped_tokens / max(1, all_tokens),
-        # The largest |log s| before the first optimizer step, which must be 0. Then the mean and
-        # the standard deviation of log s after it. All are per response, for every algorithm.
+        # Of log s, per response: the largest size in the first update, which must be 0, and then
+        # the mean and the standard deviation in later ones.
         "log_ratio_first_max": torch.cat(first).abs().max().item() if first else None,
         "log_ratio_mean": later.mean().item() if len(later) > 0 else None,
         "log_ratio_std": later.std().item() if len(later) > 1 else None,

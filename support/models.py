@@ -1,8 +1,10 @@
 """The models of train_math.py: loading, and the precision of their weights and products."""
 import contextlib
+import functools
 import math
 
 import torch
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -15,7 +17,7 @@ def load(name, device):
     missing = sorted(report["missing_keys"])
     if missing:  # they would be random
         raise ValueError(f"{len(missing)} weights are missing in its files, such as {missing[0]}")
-    if not is_finite(model):
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise ValueError("its weights are not finite")
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
@@ -36,6 +38,11 @@ def micro_batch_tokens(device):
     return 512
 
 
+@functools.cache  # so that it is printed once, and not in each step
+def note(text):
+    tqdm.write(f"note: {text}")
+
+
 @contextlib.contextmanager
 def tf32_matmuls():
     """TF32 for the matrix products of the backward pass, which makes them faster on CUDA.
@@ -51,10 +58,6 @@ def tf32_matmuls():
         matmul.allow_tf32 = before
 
 
-def is_finite(model):
-    return all(parameter.isfinite().all() for parameter in model.parameters())
-
-
 def check_trainable(model):
     """ValueError: all weights are frozen, or those that are not frozen are not in float32."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -67,6 +70,7 @@ def check_trainable(model):
 
 def check_finite(model, grad_norms, step):
     """FloatingPointError: the gradients of this step or the weights after it are not finite."""
-    if not all(map(math.isfinite, grad_norms)) or not is_finite(model):
+    is_finite = all(parameter.isfinite().all() for parameter in model.parameters())
+    if not all(map(math.isfinite, grad_norms)) or not is_finite:
         raise FloatingPointError(f"step {step}: the loss or the weights are not finite. Use a lower"
                                  " --learning_rate and another --output_dir")

@@ -1,6 +1,8 @@
 """The program around train_math.py: flags, a lock, signals, and one line for a refused input."""
 import contextlib
+import difflib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -11,13 +13,11 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from gspo import clipped_objective
-from support.models import micro_batch_tokens
+from support.models import micro_batch_tokens, note
 from support.rewards import RewardError
 from support.runs import locked
 
 LEAST = {"group_size": 2, "eval_size": 0}  # others must be above 0, or 0 if that is their default
-MOVED = {"rollout": "the part generate", "optimizer": "the part make_optimizer, a function",
-         "loss": "an entry of ALGORITHMS", "group_advantages": "an entry of ALGORITHMS"}
 
 
 def flag(default, meaning, **more):
@@ -31,10 +31,9 @@ def check_values(cfg, algorithms):
         raise ValueError(f"--algorithm {cfg.algorithm} is none of {', '.join(algorithms)}")
     for name, value in vars(cfg).items():
         if isinstance(value, os.PathLike):
-            value = os.fspath(value)
+            setattr(cfg, name, os.fspath(value))
         elif hasattr(value, "item"):  # a number of numpy or torch, which the logs cannot hold
-            value = value.item()
-        setattr(cfg, name, value)
+            setattr(cfg, name, value.item())
     if cfg.micro_batch_tokens is None:
         cfg.micro_batch_tokens = micro_batch_tokens(cfg.device)
     for setting in fields(cfg):
@@ -50,16 +49,28 @@ def check_values(cfg, algorithms):
 def replace_parts(parts, replaced):
     """`parts` with these functions, by their names. TypeError: there is no part with this name."""
     for name in replaced.keys() - vars(parts).keys():
-        instead = MOVED.get(name, f"one of {', '.join(vars(parts))}")
-        raise TypeError(f"there is no part {name}; use {instead}")
+        raise TypeError(f"there is no part {name}. The parts are {', '.join(vars(parts))}. A loss "
+                        "is an entry of ALGORITHMS")
     return replace(parts, **replaced)
 
 
 def parse(settings, argv=None):
     """The command line, or argv, as an object of this dataclass. A wrong flag ends the program."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = HfArgumentParser(settings, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     with exits_with("settings"):
-        return parser.parse_args_into_dataclasses(argv)[0]
+        cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+        if unknown:
+            flags = [f"--{setting.name}" for setting in fields(settings)]
+            nearest = difflib.get_close_matches(unknown[0], flags, 1) or ["--help"]
+            raise ValueError(f"there is no flag {unknown[0]}; see {nearest[0]}")
+    if not torch.cuda.is_available() and not any(word.startswith("--device") for word in argv):
+        found = "no CUDA GPU was found"
+        if shutil.which("nvidia-smi"):
+            found = "this PyTorch cannot use your NVIDIA GPU (see README.md)"
+        note(f"{found}. On a CPU, a step takes many minutes with the default model and settings; "
+             "`python -m lesson.tiny` is made for one")
+    return cfg
 
 
 @contextlib.contextmanager
@@ -67,11 +78,11 @@ def exits_with(what, errors=Exception):
     """If one of these errors is raised in this block, the program ends with one line."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise  # guarded_run says what helps
     except errors as error:
         reason = error if isinstance(error, RewardError) else error.__cause__ or error
-        sys.exit(f"train_math.py: {what}: {reason!r:.400}")
+        is_offline = isinstance(error, OSError) and "couldn't" in str(error).lower()
+        hint = ". Without a network, use --model FOLDER and --dataset FILE" if is_offline else ""
+        sys.exit(f"train_math.py: {what}: {reason!r:.400}{hint}")
 
 
 @contextlib.contextmanager
@@ -103,15 +114,11 @@ def guarded_run(cfg):
     try:
         with lock:
             yield stopped
-    except RewardError:
-        tqdm.write("What was saved is intact. Correct the reward function, and run the same "
-                   "command again to resume the run.")
-        raise
     except torch.OutOfMemoryError as error:
         sys.exit(f"train_math.py: {error!r}. What was saved is intact. Run the same command with a "
                  "lower --micro_batch_tokens or --rollout_rows")
-    except (KeyboardInterrupt, FloatingPointError, OSError) as error:
-        sys.exit(f"train_math.py: {error!r}. What was saved is intact")
+    except (KeyboardInterrupt, FloatingPointError, OSError, RewardError) as error:
+        sys.exit(f"train_math.py: {error!r}. What was saved is intact, and can be resumed")
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,5 +1,6 @@
 """The questions of train_math.py: data sets, held-out questions, and the order of training."""
 import csv
+import io
 import itertools
 import json
 import random
@@ -21,9 +22,8 @@ def load_questions(cfg, reward=None):
     """(questions to train on, held-out questions), as lists of dicts.
 
     The test split is held out. If there is none, the validation split is held out, or else the last
-    questions of the training part. Held-out questions that are also in the training part are left
-    out. ValueError: there is no training part, or a row has no question, or it has no answer that
-    the default reward can use (with another reward, answers may be anything)."""
+    questions of the training part. ValueError: there is no training part, or a row has no question,
+    or no answer that the default reward can use (with another reward, answers may be anything)."""
     splits = load_splits(cfg.dataset)
     if not splits.get("train"):
         counts = {name: len(rows) for name, rows in splits.items()}
@@ -65,12 +65,11 @@ def load_splits(dataset):
         return {"train": read_rows(path)}
     if dataset and path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
-        for file, other in zip(files, files[1:]):
-            if file.stem == other.stem:
-                raise ValueError(f"remove one of {file.name} and {other.name}: both are one part")
+        if len({file.stem for file in files}) < len(files):
+            raise ValueError(f"two files have one name: {[file.name for file in files]}")
         if files:
             return {file.stem: read_rows(file) for file in files}
-    if path.suffix.lower() in ENDINGS:
+    if path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
         raise ValueError("there is no such file")
     splits = load_dataset(dataset, "main" if dataset == "openai/gsm8k" else None)
     return {name: list(rows) for name, rows in splits.items()}
@@ -79,26 +78,30 @@ def load_splits(dataset):
 def read_rows(path):
     """The rows of this file, as dicts. No value is converted: in a .csv file, all values are texts.
 
-    ValueError: the ending is another one, or a row is not a dict."""
+    ValueError: the ending is another one, the file is not in UTF-8, or a row is not a dict."""
     kind = path.suffix.lower()
     if kind not in ENDINGS:
         raise ValueError(f"a dataset file must end in {', '.join(ENDINGS)}")
     if kind == ".parquet":
         return pyarrow.parquet.read_table(path).to_pylist()
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError("it is not in UTF-8. Save it as 'CSV UTF-8' or as UTF-8 text") from None
     rows = []
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        if kind == ".csv":
-            rows = list(csv.DictReader(file, strict=True))
-        elif file.read(1) == "[":  # a .json file may be one list
-            file.seek(0)
-            rows = json.load(file)
-        else:
-            file.seek(0)
-            for i, line in enumerate(file, 1):
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as error:
-                    raise ValueError(f"line {i} is not JSON ({error})") from None
+    if kind == ".csv":
+        rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+        if rows and len(rows[0]) == 1 and ";" in min(rows[0]):
+            raise ValueError("its columns are separated by semicolons. Save it with commas")
+    elif text.startswith("["):  # a .json file may be one list
+        rows = json.loads(text)
+    else:
+        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        for i, line in lines:
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {i} is not JSON ({error})") from None
     for i, row in enumerate(rows, 1):
         if not isinstance(row, dict) or None in row:  # None: a cell more than in the header
             raise ValueError(f"row {i} does not have the form of the others: {row!r:.100}")

@@ -19,9 +19,6 @@ def score(reward, questions, texts, **more):
     finite number per text."""
     name = getattr(reward, "__qualname__", type(reward).__name__)
     columns = {column: [copy.deepcopy(row[column]) for row in questions] for column in questions[0]}
-    for column in {"prompts", "completions", *more} & set(columns):
-        raise RewardError(f"rename the column {column} of the questions: the reward {name} gets "
-                          "another argument with this name")
     try:
         returned = reward(prompts=[row["question"] for row in questions], completions=list(texts),
                           **columns, **more)

@@ -13,8 +13,6 @@ from support.metrics import notes
 from support.models import check_trainable
 from support.questions import check_columns
 
-# The questions are compared by their hash. If the held-out questions are cut from the training
-# part, the hash changes with eval_size.
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
               "rollout_rows", "save_steps", "eval_steps", "eval_size"}
 SHOWN = ("reward", "response_length", "cut", "clip_fraction", "log_ratio_std", "seconds",
@@ -59,6 +57,7 @@ class Run:
         self.settings = fingerprint(cfg, questions)
         self.rows = []
         self.results = []  # of the last row's evaluation: a dict for each question
+        self.examples = set()  # the lines with examples that were printed
         self.has_moved = False  # whether the optimizer has changed the weights since the last row
         if state:
             self.rows = state["rows"]
@@ -123,13 +122,18 @@ class Run:
             write_lines(self.results, self.folder / f"eval_{row['step']}.jsonl")
         shown = [f"step {row['step']}/{self.max_steps}"]
         for name in SHOWN:
-            if row.get(name) is not None:
-                shown.append(f"{name} {row[name]:.3g}")
+            value = row.get(name)
+            if value is None or name == "eval_last_number" and value == row["eval_reward"]:
+                continue
+            shown.append(f"{name} {value:.3g}")
             if f"{name}_interval" in row:
                 shown.append("(95% CI {:.3g} to {:.3g})".format(*row[f"{name}_interval"]))
         tqdm.write("  ".join(shown))
         for result in self.results[:2]:
-            tqdm.write(f"    {result['question']} -> {result['response']!r}: {result['reward']:g}")
+            line = f"  {result['question']} -> {result['response']!r}: reward {result['reward']:g}"
+            if line not in self.examples:
+                tqdm.write(line)
+            self.examples.add(line)
         for note in row.get("notes", ()):
             tqdm.write(f"note: {note}")
 
@@ -157,11 +161,12 @@ def load_state(cfg, questions):
     changed = [name for name, value in begun_with.items()
                if name not in MAY_CHANGE and value != now.get(name, "no such setting")]
     if changed:
-        hint = " (they also change with --eval_size)" if "questions" in changed else ""
-        raise ValueError(f"the run that is saved there has other values of {', '.join(changed)}"
-                         f"{hint}. Choose another --output_dir")
+        raise ValueError(f"the run that is saved there has other values of {', '.join(changed)}. "
+                         "Choose another --output_dir. (questions may change with --eval_size)")
     tqdm.write(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
                "(with another value, the learning rate jumps)")
+    if state["rows"][-1]["step"] >= cfg.max_steps:
+        tqdm.write("note: this run is complete. For a new one, choose another --output_dir")
     return state
 
 

@@ -1,8 +1,8 @@
 """How train_math.py samples responses, and the log-probs of their tokens.
 
 `dynamic_rollout` is the sampler for CPUs. cuda_sampling.py has a faster one for CUDA, which draws
-from the same distribution, and `generate`, which chooses one of the two. A sampler of your own is a
-function with the arguments and the results of dynamic_rollout, for train_math.main(generate=f).
+from the same distribution, and `generate`, which chooses. A sampler of your own, for
+main(generate=f), is a function with the arguments and the results of dynamic_rollout.
 """
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -86,8 +86,7 @@ def prefill(model, cache, prompts, group_size):
     ids = ids.clamp(min=0)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = next_logits(model, cache, ids, mask, positions)
-    copies = torch.arange(len(prompts), device=ids.device)
-    copies = copies.repeat_interleave(group_size)
+    copies = torch.arange(len(prompts), device=ids.device).repeat_interleave(group_size)
     cache.reorder_cache(copies)
     return logits[copies], mask[copies]
 
@@ -101,9 +100,8 @@ def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids
     prompts: lists of token ids; end_ids (n,): the ids that end a response. Returns the B responses,
     group by group, as lists of token ids with the end token, and their log-probs (B, max_length),
     0 after the end (at temperature 0, those of temperature 1). A sampler of your own may return a
-    third list, Rollout.is_sampled.
-    (model.generate would apply the top_k and top_p of the checkpoint. Then the responses would not
-    come from the policy whose log-probs the update computes.)"""
+    third list, Rollout.is_sampled. (model.generate would apply the top_k and top_p of a checkpoint.
+    The responses would not come from the policy whose log-probs the update computes.)"""
     cache = DynamicCache(config=model.config)
     logits, mask = prefill(model, cache, prompts, group_size)
     unfinished = torch.arange(len(mask), device=mask.device)  # the response of each row

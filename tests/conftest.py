@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -127,8 +128,13 @@ def run(command, folder, *flags, reward=parity_reward):
 
 
 def run_code(code, *flags, folder=TOP):
-    """Runs this program with these flags in a copy of this process, which has done the imports.
+    """Runs this program with these flags in a copy of this process, which has done the imports, or
+    in a new one where there is no fork (Windows).
     Returns (exit code, what it prints, what it prints as errors)."""
+    if not hasattr(os, "fork"):
+        done = subprocess.run([sys.executable, "-c", code, *map(str, flags)], cwd=folder, text=True,
+                              capture_output=True, env=os.environ | {"PYTHONPATH": str(TOP)})
+        return done.returncode, done.stdout, done.stderr
     with tempfile.TemporaryDirectory() as at:
         files = Path(at, "out"), Path(at, "err")
         child = os.fork()

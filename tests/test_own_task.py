@@ -135,14 +135,13 @@ class TestAFaultyReward:
         return line
 
     def test_in_a_later_step_is_shown_after_a_save_and_the_run_can_be_resumed(
-            self, command, whole, tmp_path, capsys):
+            self, command, whole, tmp_path):
         """In step 4 of 6, after two calls for evaluations and one for the trial. The last regular
         save was after step 2."""
         reward = at_call(7, parity_reward, OSError("HTTP 503"))
-        with pytest.raises(RewardError) as raised:
-            run(command, tmp_path / "a", reward=reward)
-        assert isinstance(raised.value.__cause__, OSError), "the traceback is the user's"
-        assert "saved" in capsys.readouterr().out
+        folder = ["--output_dir", tmp_path / "a"]
+        line = one_line(train_math.main, *command, *folder, reward=reward)
+        assert "raised OSError('HTTP 503') in " in line and "What was saved is intact" in line
         state = torch.load(tmp_path / "a" / "state.pt")
         assert [row["step"] for row in state["rows"]] == [0, 1, 2, 3]
         run(command, tmp_path / "a")
@@ -151,9 +150,9 @@ class TestAFaultyReward:
     def test_in_an_evaluation_costs_this_evaluation_and_nothing_else(
             self, command, whole, tmp_path):
         """It is the one after step 4. The reward is called for the trial, too."""
-        with pytest.raises(RewardError):
-            reward = at_call(8, parity_reward, OSError("HTTP 503"))
-            run(command, tmp_path / "a", reward=reward)
+        reward = at_call(8, parity_reward, OSError("HTTP 503"))
+        folder = ["--output_dir", tmp_path / "a"]
+        one_line(train_math.main, *command, *folder, reward=reward)
         run(command, tmp_path / "a")
         expected = without_clocks(read(whole / "metrics.jsonl"))
         found = without_clocks(read(tmp_path / "a" / "metrics.jsonl"))
@@ -251,16 +250,13 @@ class TestTrain:
         with pytest.raises(ValueError, match="no questions"):
             train_math.train(settings(), *fresh, [], sums(2), reward=parity_reward)
 
-    def test_with_numbers_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
-        number = torch.tensor([1e-3, 0], dtype=torch.float64).numpy()
-        cfg = settings(output_dir=tmp_path, learning_rate=number[0], seed=torch.tensor(3),
-                       max_steps=1)
-        assert type(number[0]) is not float
-        assert [type(x) for x in (cfg.output_dir, cfg.learning_rate, cfg.seed)] == [str, float, int]
+    def test_with_a_number_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
+        number = torch.tensor(1e-3, dtype=torch.float64).numpy()[()]
+        cfg = settings(output_dir=tmp_path, learning_rate=number, max_steps=1)
+        assert type(number) is not float
+        assert (type(cfg.output_dir), type(cfg.learning_rate)) == (str, float)
         train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
         assert len(train_math.load_state(cfg, sums(8))["rows"]) == 2
-        with pytest.raises(ValueError, match="eps_low 0"):
-            settings(eps_low=number[1])
 
     def test_into_the_folder_of_another_run_is_refused(self, fresh, tmp_path):
         cfg = settings(output_dir=str(tmp_path), max_steps=1)
@@ -440,7 +436,7 @@ class TestWhatIsKept:
     @pytest.mark.parametrize("name", ["cut", "completion_ids", "completions"])
     def test_a_column_with_the_name_of_an_argument_is_named(self, fresh, name):
         questions = [row | {name: 1} for row in sums(4)]
-        with pytest.raises(RewardError, match=f"rename the column {name} "):
+        with pytest.raises(RewardError, match=f"multiple values.*'{name}'"):
             train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
 
 

@@ -2,6 +2,7 @@
 import json
 import random
 import re
+import sys
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_makes_a_world_once_and_never_an_incomplete_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, clip_range", [
     (["--algorithm", "grpo"], (0.2, 0.267)),
     (["--eps_low", "1", "--eps_high", "1e9"], (1, 1e9))])
-def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range):
+def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, monkeypatch, flags, clip_range):
     folder = tmp_path / "run"
     small = SMALL | {"max_steps": 1, "minibatches": 4, "output_dir": folder}
     tiny.main([f"--{name}={value}" for name, value in small.items()] + flags)
@@ -76,4 +77,10 @@ def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range
     assert settings["group_size"] == 4
     assert (settings["eps_low"], settings["eps_high"]) == clip_range
     assert (folder / "metrics.png").read_bytes()[1:4] == b"PNG"
-    assert "held-out accuracy before RL" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "held-out accuracy before RL" in shown and "a picture of the run: " in shown
+    assert "no CUDA GPU" not in shown
+    (folder / "metrics.png").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it is then an ImportError
+    tiny.main([f"--{name}={value}" for name, value in small.items()] + flags)
+    assert "a picture" not in capsys.readouterr().out

@@ -68,6 +68,12 @@ class TestDataset:
         questions, held_out = train_math.load_questions(dataset(tmp_path / f"q.{ending}"))
         assert (questions, held_out) == (sums(11)[:9], sums(11)[9:])
 
+    def test_may_have_blank_lines(self, tmp_path):
+        write_rows(tmp_path / "q.jsonl", sums(11))
+        with open(tmp_path / "q.jsonl", "a") as file:
+            file.write("\n  \n")
+        assert sum(train_math.load_questions(dataset(tmp_path / "q.jsonl")), []) == sums(11)
+
     @pytest.mark.parametrize("ending, other", [("jsonl", "test"), ("parquet", "validation")])
     def test_that_is_a_folder_has_its_own_held_out_file(self, tmp_path, ending, other):
         rows = sums(9)
@@ -637,7 +643,8 @@ class TestResuming:
         (folder / "model" / "model.safetensors").write_bytes(b"half")
         run(command, folder)
         assert_same(whole, folder)
-        assert "step 6" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "step 6" in shown and "this run is complete. For a new one, choose another" in shown
 
     def test_takes_other_sizes_a_new_place_and_more_steps(self, command, whole, tmp_path, capsys):
         """A message says that the learning rate jumps."""
@@ -650,7 +657,8 @@ class TestResuming:
         rows = run(command, folder, *flags)
         assert (
             "begun with --max_steps 6 (with another value, the learning rate jumps)"
-            in capsys.readouterr().out)
+            in (shown := capsys.readouterr().out))
+        assert "run is complete" not in shown
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
@@ -666,8 +674,8 @@ class TestResuming:
         (["--instruction", "Hm."], "other values of instruction."),
         (["--max_completion_length", "7"], "other values of max_completion_length."),
         (["--model", "other"], "other values of model."),
-        (["--eval_size", "2"], "questions (they also change with --eval_size)."),
-        (["--dataset", "changed.jsonl"], "questions (they also change with --eval_size)."),
+        (["--eval_size", "2"], "questions. Choose another --output_dir. (questions may"),
+        (["--dataset", "changed.jsonl"], "questions. Choose another --output_dir. (questions may"),
     ])
     def test_refuses_another_run_by_what_it_has_changed(
             self, command, whole, tmp_path, monkeypatch, flags, words):
@@ -706,8 +714,10 @@ class TestResuming:
 
 class TestCommandLine:
     @pytest.mark.parametrize("flags, word", [
-        ("--group_size 1", "--group_size 1"), ("--group_sizes 4", "--group_sizes"),
-        ("--group_siz 4", "--group_siz"), ("--rollout_rows 0", "--rollout_rows"),
+        ("--group_size 1", "--group_size 1"),
+        ("--group_siz 4", "there is no flag --group_siz; see --group_size"),
+        ("--learningrate=1", "there is no flag --learningrate=1; see --learning_rate"),
+        ("--zzz 4", "there is no flag --zzz; see --help"), ("--rollout_rows 0", "--rollout_rows"),
         ("--prompts_per_step 0", "--prompts_per_step"),
         ("--prompts_per_step 6", "--minibatches"), ("--temperature 0", "--temperature"),
         ("--learning_rate nan", "nan"), ("--learning_rate -1", "--learning_rate"),
@@ -759,6 +769,30 @@ class TestCommandLine:
             "eval_size": 512,
         }
 
+    @pytest.mark.parametrize("flags, has_cuda, has_gpu, said", [
+        ("", False, False, "no CUDA GPU was found. On a CPU, a step takes many minutes"),
+        ("", False, True, "this PyTorch cannot use your NVIDIA GPU (see README.md). On a CPU"),
+        ("--device cpu", False, True, None), ("--device=cpu", False, True, None),
+        ("", True, True, None)])
+    def test_says_what_it_means_to_have_no_gpu(
+            self, monkeypatch, capsys, flags, has_cuda, has_gpu, said):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+        monkeypatch.setattr(shutil, "which", lambda name: name if has_gpu else None)
+        train_math.parse_settings(flags.split())
+        train_math.parse_settings(flags.split())
+        printed = capsys.readouterr().out
+        assert printed.count("note: ") == bool(said) and (said or "") in printed
+
+    @pytest.mark.parametrize("error, is_offline", [
+        (ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub"), True),
+        (OSError("We couldn't connect to the hub to load the files"), True),
+        (OSError("disk error"), False)])
+    def test_says_what_to_do_without_a_network(self, command, tmp_path, error, is_offline):
+        load = at_call(1, train_math.load, error)
+        line = one_line(train_math.main, *command, "--output_dir", tmp_path / "a", load=load)
+        assert str(error) in line
+        assert ("Without a network, use --model FOLDER and --dataset FILE" in line) == is_offline
+
     def test_helps(self, capsys):
         with pytest.raises(SystemExit) as stop:
             train_math.main(["--help"])
@@ -802,7 +836,8 @@ class TestCommandLine:
         assert "26 questions and 4 held-out ones" in shown and "step 1/3" in shown
         assert "eval_reward 0 (95% CI 0 to 0.49)" in " ".join(shown.split())
         assert "103,488 parameters" in shown and "a complete prompt: 'has 0 figs?" in shown
-        assert len([line for line in shown.split("\n") if "? -> '" in line]) == 6
+        lines = [line for line in shown.split("\n") if "? -> '" in line]
+        assert len(lines) == len(set(lines)) >= 2, "an example is printed again if it changes"
         for step in 0, 2, 3:
             rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
             assert [row["question"] for row in rows] == [row["question"] for row in sums(30)[26:]]
