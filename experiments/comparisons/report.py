@@ -285,6 +285,9 @@ def draw(name, rows, path, title=None):
         axis.set_ylabel(LABELS.get(name, ""))
     models = [(f"starting model {cold}", {"marker": MARKERS[cold % len(MARKERS)]})
               for cold in sorted({r["cold"] for r in rows})]
+    if name == "gate":
+        for label, kind in ("some have no gradient", "gspo"), ("no clip", "no clipping"):
+            models.append((label, {"marker": "o", "color": STYLES[kind][0]}))
     legend(figure, models, columns=5 if columns > 1 else 3)
     figure.suptitle(title or "")
     figure.savefig(path, dpi=130)
