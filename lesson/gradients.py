@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m lesson.gradients              makes the missing runs, and the table
     OMP_NUM_THREADS=1 python -m lesson.gradients table        makes the table from the logs
 
-Three variants are bugs that no value of the loss shows, and the others multiply the loss by a
+Four variants are bugs that no value of the loss shows, and the others multiply the loss by a
 factor. All have the settings of the first run of the lesson. A run takes about a minute. The logs
 are in results/gradients.jsonl, with one line per run, and the table is results/gradients.md.
 """
@@ -49,6 +49,14 @@ def nothing(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denom
     return -clipped_objective(ratio, advantages, eps_low, eps_high).sum() / denominator
 
 
+def half(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
+    """GSPO, but the ratio is detached before it is clipped. Inside the range, both arguments of
+    the minimum are equal, and each gets half of the gradient."""
+    ratio = sequence_ratio(log_probs, old_log_probs, mask)
+    clipped = ratio.detach().clamp(1 - eps_low, 1 + eps_high)
+    return -torch.minimum(ratio * advantages, clipped * advantages).sum() / denominator
+
+
 def log_of_zero(model, batch, temperature):
     """The log-probs, but the mask is applied to the probabilities. On padding, the derivative of
     the logarithm is infinite, and 0 times infinity is NaN."""
@@ -73,6 +81,7 @@ VARIANTS = {  # the loss, or a part of train_math.py
     "GSPO": {},
     "s is not detached in GSPO-token: twice the gradient": {"loss": twice},
     "the old log-probs are the current ones, not detached: no gradient": {"loss": nothing},
+    "the ratio is detached before it is clipped: half of the gradient": {"loss": half},
     "the mask comes before the logarithm: NaN": {"response_log_probs": log_of_zero},
     "the loss times 0.1": {"loss": times(0.1)},
     "the loss times 100": {"loss": times(100)},
