@@ -35,7 +35,7 @@ def test_the_command_writes_them(tmp_path, monkeypatch, capsys):
     target = tmp_path / "table.md"
     monkeypatch.setattr(tables, "tables", lambda: {target: path.read_text(encoding="utf-8")})
     tables.main([])
-    assert target.read_bytes() == path.read_bytes()
+    assert target.read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
     assert capsys.readouterr().out == "table.md\n"
 
 
