@@ -11,8 +11,7 @@ from transformers import DynamicCache
 
 
 def end_tokens(model, tokenizer):
-    """The ids (n,) of the tokens that end a response; a model can have several. ValueError: it has
-    none."""
+    """The ids (n,) of the tokens that end a response, often several. ValueError: it has none."""
     ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]
@@ -86,7 +85,8 @@ def prefill(model, cache, prompts, group_size):
     ids = ids.clamp(min=0)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = next_logits(model, cache, ids, mask, positions)
-    copies = torch.arange(len(prompts), device=ids.device).repeat_interleave(group_size)
+    copies = torch.arange(len(prompts), device=ids.device)
+    copies = copies.repeat_interleave(group_size)
     cache.reorder_cache(copies)
     return logits[copies], mask[copies]
 
