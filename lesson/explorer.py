@@ -41,18 +41,18 @@ RUNS = {  # the settings from STEP on: algorithm, eps_low, eps_high
     "none": ("gspo", 1.0, 1e9),
 }
 CLIP_RANGES = {"GRPO": (0.2, 0.27), "small world": RUNS["gspo"][1:], "GSPO": (3e-4, 4e-4)}
-PRESETS = {  # the probabilities before and now
-    "Pencil example": ([0.25] * 4, [0.5, 0.25, 0.25, 0.25]),
-    "One of eight doubles": ([0.4] * 8, [0.4, 0.4, 0.8, 0.4, 0.4, 0.4, 0.4, 0.4]),
-    "All rise by 1%": ([0.5] * 8, [0.505] * 8),
+PRESETS = {  # the probabilities before and now, and what to look at
+    "Nothing moved": ([0.25] * 4, [0.25] * 4, "Before the first update, all ratios are 1."),
+    "Pencil example": ([0.25] * 4, [0.5, 0.25, 0.25, 0.25], "The first token doubles."),
+    "One of eight doubles": ([0.4] * 8, [0.8] + [0.4] * 7, "In a longer response, s moves less."),
+    "All rise by 1%": ([0.5] * 8, [0.505] * 8, "No token moves much, but all move together."),
     "Noise": ([0.6, 0.3, 0.8, 0.4, 0.5, 0.2, 0.7, 0.5],
-              [0.66, 0.23, 0.795, 0.535, 0.445, 0.21, 0.65, 0.515]),
-    "Wrong direction": ([0.15, 0.5, 0.5, 0.5], [0.9, 0.55, 0.5, 0.5]),
-    "Tug of war": ([0.3] + [0.6] * 5, [0.6] + [0.5] * 5),
+              [0.66, 0.23, 0.795, 0.535, 0.445, 0.21, 0.65, 0.515],
+              "Tokens move far, in both directions."),
+    "Wrong direction": ([0.15, 0.5, 0.5, 0.5], [0.9, 0.55, 0.5, 0.5], "What limits A = −1?"),
 }
 LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
 NOISES = [0.003, 0.01, 0.03, 0.1, 0.3]  # standard deviation of a token's log-ratio
-TOKENS_MOVE = ["independently", "independently, and all rise by 1%", "with 10% shared variance"]
 
 
 # ---- the log: one step, seen after each update ---------------------------------------------------
@@ -126,18 +126,24 @@ def condensed(log_ratios, batch, settings):
     return {
         "log_s": packed(4000 * torch.stack(log_s), torch.int16),
         "clipped": ["".join(levels(x, batch, *settings)) for x in log_ratios],
+        "clipped_tokens": [round(clipped_tokens(x, batch, *settings), 4) for x in log_ratios],
         "tokens": packed(coded(torch.cat([x[batch.mask] for x in moments])), torch.int8),
     }
 
 
-def levels(log_ratio, batch, algorithm, eps_low, eps_high):
-    """For each response "0": no token is clipped, "1": at most half of them, "2": more."""
+def clipped_tokens(log_ratio, batch, algorithm, eps_low, eps_high, rows=slice(None)):
+    """The fraction of the tokens of these responses that is clipped."""
     ratio = log_ratio.exp()
     if algorithm == "gspo":
         ratio = gspo.sequence_ratio(log_ratio, torch.zeros_like(log_ratio), batch.mask)
-    for row in torch.arange(len(ratio)).split(1):
-        fraction = gspo.clip_fraction(
-            ratio[row], batch.advantages[row], batch.mask[row], eps_low, eps_high)
+    return gspo.clip_fraction(
+        ratio[rows], batch.advantages[rows], batch.mask[rows], eps_low, eps_high).item()
+
+
+def levels(log_ratio, batch, *settings):
+    """For each response "0": no token is clipped, "1": at most half of them, "2": more."""
+    for row in torch.arange(len(log_ratio)).split(1):
+        fraction = clipped_tokens(log_ratio, batch, *settings, rows=row)
         yield "0" if fraction == 0 else "1" if fraction <= 0.5 else "2"
 
 
@@ -173,16 +179,14 @@ def step_numbers():
     for name in RUNS:
         run = log[name]
         run["range"] = RUNS[name][1:]
-        run["counts"] = []  # after each update: some, most (A > 0), most (A < 0), next; medians
+        run["counts"] = []  # per update: clipped tokens; responses (A > 0, A < 0); medians
         s = torch.cat([torch.zeros(256), unpacked(run["log_s"], torch.int16) / 4000]).exp()
         log["ends"] = [min(log["ends"][0], s.min().item()), max(log["ends"][1], s.max().item())]
         levels = torch.tensor([[int(x) for x in row] for row in ["0" * 256, *run["clipped"]]])
-        for update, (row, level) in enumerate(zip(s.reshape(-1, 256), levels)):
-            next_level = level.reshape(8, 32)[update % 8]
-            most = [((level == 2) & sign).sum() for sign in signs]
-            counts = [(level == 1).sum(), *most, (next_level > 0).sum()]
+        for part, row, level in zip([0, *run["clipped_tokens"]], s.reshape(-1, 256), levels):
+            counts = [int(((level > 0) & sign).sum()) for sign in signs]
             medians = [float(f"{row[sign].median():.3g}") for sign in signs]
-            run["counts"].append([*map(int, counts), *medians])
+            run["counts"].append([part, *counts, *medians])
         if name == "gspo":  # those that are clipped before their minibatch comes for the first time
             by_length = sorted(range(256), key=lambda i: -len(log["step"]["responses"][i]))
             log["early"] = [i for i in by_length if levels[i // 32, i] > 0]
@@ -190,33 +194,31 @@ def step_numbers():
 
 
 def length_numbers():
-    """For the second panel, by how tokens move, noise and length: the 5% and 95% quantiles of a
-    token ratio, of s and of the product, and the fraction outside each clip range."""
+    """For the second panel, by noise and length: the 5% and 95% quantiles of a token ratio, of s
+    and of the product, and the fraction outside each clip range."""
     torch.manual_seed(0)
-    own = torch.randn(2000, max(LENGTHS), dtype=torch.float64)
-    shared = torch.randn(2000, 1, dtype=torch.float64)
+    normal = torch.randn(2000, max(LENGTHS), dtype=torch.float64)
     ones = torch.ones(2000, 1)
     table = []
-    for normal, drift in ((own, 0.0), (own, 0.01), (own * 0.9 ** 0.5 + shared * 0.1 ** 0.5, 0.0)):
-        for noise, length in itertools.product(NOISES, LENGTHS):
-            x = normal[:, :length] * noise + drift
-            s = gspo.sequence_ratio(x, torch.zeros_like(x), torch.ones_like(x))
-            row = []
-            for ratio in (x[:, 0].exp(), s, x.sum(dim=1).exp()):
-                ends = ratio.quantile(ratio.new_tensor([0.05, 0.95])).tolist()
-                row.append([float(f"{end:.7g}") for end in ends])
-                for low, high in CLIP_RANGES.values():
-                    sides = [gspo.clip_fraction(ratio, sign * ones[:, 0], ones, low, high)
-                             for sign in (1, -1)]
-                    row[-1].append(round(sum(sides).item(), 3))
-            table.append(row)
+    for noise, length in itertools.product(NOISES, LENGTHS):
+        x = normal[:, :length] * noise
+        s = gspo.sequence_ratio(x, torch.zeros_like(x), torch.ones_like(x))
+        row = []
+        for ratio in (x[:, 0].exp(), s, x.sum(dim=1).exp()):
+            ends = ratio.quantile(ratio.new_tensor([0.05, 0.95])).tolist()
+            row.append([float(f"{end:.7g}") for end in ends])
+            for low, high in CLIP_RANGES.values():
+                sides = [gspo.clip_fraction(ratio, sign * ones[:, 0], ones, low, high)
+                         for sign in (1, -1)]
+                row[-1].append(round(sum(sides).item(), 3))
+        table.append(row)
     return table
 
 
 def page():
     """The template with its numbers."""
     data = {"step": STEP, "moments": MOMENTS, "presets": PRESETS, "lengths": LENGTHS,
-            "noises": NOISES, "move": TOKENS_MOVE, "ranges": CLIP_RANGES,
+            "noises": NOISES, "ranges": CLIP_RANGES,
             "spread": length_numbers(), "log": step_numbers()}
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
     return TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", text)
@@ -257,9 +259,7 @@ def main(argv=None):
     if parser.parse_args(argv).record:
         log = {}
         for name in RUNS:
-            shared, log[name] = logged_run(name)
-            if log.setdefault("step", shared) != shared:
-                raise RuntimeError(f"the runs have different responses in step {STEP}")
+            log["step"], log[name] = logged_run(name)  # all runs have the same step
         LOG.write_text(json.dumps(log, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     draw_still()
