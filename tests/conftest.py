@@ -132,8 +132,9 @@ def run_code(code, *flags, folder=TOP):
     in a new one where there is no fork (Windows).
     Returns (exit code, what it prints, what it prints as errors)."""
     if not hasattr(os, "fork"):
-        done = subprocess.run([sys.executable, "-c", code, *map(str, flags)], cwd=folder, text=True,
-                              capture_output=True, env=os.environ | {"PYTHONPATH": str(TOP)})
+        environment = os.environ | {"PYTHONPATH": str(TOP), "PYTHONIOENCODING": "utf-8"}
+        done = subprocess.run([sys.executable, "-c", code, *map(str, flags)], cwd=folder,
+                              capture_output=True, encoding="utf-8", env=environment)
         return done.returncode, done.stdout, done.stderr
     with tempfile.TemporaryDirectory() as at:
         files = Path(at, "out"), Path(at, "err")
