@@ -118,7 +118,7 @@ def guarded_run(cfg):
         sys.exit(f"train_math.py: {error!r}. What was saved is intact. Run the same command with a "
                  "lower --micro_batch_tokens or --rollout_rows")
     except (KeyboardInterrupt, FloatingPointError, OSError, RewardError) as error:
-        sys.exit(f"train_math.py: {error!r}. What was saved is intact, and can be resumed")
+        sys.exit(f"train_math.py: {error!r}. What was saved is intact")
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -66,7 +66,7 @@ def load_splits(dataset):
     if dataset and path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
         if len({file.stem for file in files}) < len(files):
-            raise ValueError(f"two files have one name: {[file.name for file in files]}")
+            raise ValueError(f"two of these files are one part: {[file.name for file in files]}")
         if files:
             return {file.stem: read_rows(file) for file in files}
     if path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
@@ -90,9 +90,9 @@ def read_rows(path):
         raise ValueError("it is not in UTF-8. Save it as 'CSV UTF-8' or as UTF-8 text") from None
     rows = []
     if kind == ".csv":
-        rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
-        if rows and len(rows[0]) == 1 and ";" in min(rows[0]):
+        if ";" in text.partition("\n")[0]:
             raise ValueError("its columns are separated by semicolons. Save it with commas")
+        rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
     elif text.startswith("["):  # a .json file may be one list
         rows = json.loads(text)
     else:

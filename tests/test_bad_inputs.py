@@ -129,7 +129,7 @@ BAD_INPUTS = {
         dataset("q.csv", "question,answer\nWie groß?,1\n", "latin-1"),
         ["q.csv", "not in UTF-8. Save it as 'CSV UTF-8'"]),
     "a file with semicolons": (
-        dataset("q.csv", "question;answer\nWie?;1\n"), ["q.csv", "Save it with commas"]),
+        dataset("q.csv", "question;answer\nWie, was?;1\n"), ["q.csv", "Save it with commas"]),
     "a spreadsheet that is not there": (flag("dataset", "no.xlsx"), ["there is no such file"]),
     "a file of another kind": (dataset("q.txt", rows()), ["must end in .jsonl, .json, .csv"]),
     "an empty file": (dataset("q.csv", ""), ["q.csv", "no train part with rows", "{'train': 0}"]),
