@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from transformers.utils import logging
 
 import train_math
 from common.logs import read
@@ -134,7 +135,9 @@ def make_world(folder, seed):
 def world(seed, root="runs"):
     """The folder of a world. World 0 is in the repository; others are made once and kept."""
     if seed == 0:
-        return Path(os.path.relpath(Path(__file__).with_name("world")))
+        folder = Path(__file__).with_name("world")
+        is_near = folder.drive == Path.cwd().drive  # on Windows, it may be on another drive
+        return Path(os.path.relpath(folder)) if is_near else folder
     folder = Path(root, f"world-{seed}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # a second process waits until the first has made it
@@ -151,6 +154,7 @@ def main(argv=None):
                         help="number of the world; 0 is in the repository, others are made")
     args, flags = parser.parse_known_args(argv)
     cfg = train_math.parse_settings(FLAGS + flags)
+    logging.disable_progress_bar()  # those of loading and saving, which take no time here
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     folder = world(args.world)
     start = json.loads((folder / "start.json").read_text())
