@@ -133,6 +133,7 @@ def row(stage, length):
 
 
 def main():
+    print(__doc__.partition("\n\n")[2])
     before, rows = [], []
     for stage in (reinforce, baseline, group, ratio, root, clip):
         source = inspect.getsource(stage).replace(stage.__name__, "loss", 1).splitlines()
