@@ -40,7 +40,7 @@ RUNS = {  # the settings from STEP on: algorithm, eps_low, eps_high
     "gspo": ("gspo", *map(float, RANGES["gspo"][1::2])),
     "none": ("gspo", 1.0, 1e9),
 }
-CLIP_RANGES = {"GRPO": (0.2, 0.27), "small world": RUNS["gspo"][1:], "GSPO": (3e-4, 4e-4)}
+CLIP_RANGES = {"GRPO": (0.2, 0.27), "GSPO": (3e-4, 4e-4), "GSPO in panel 3": RUNS["gspo"][1:]}
 PRESETS = {  # the probabilities before and now, and what to look at
     "Nothing moved": ([0.25] * 4, [0.25] * 4, "Before the first update, all ratios are 1."),
     "Pencil example": ([0.25] * 4, [0.5, 0.25, 0.25, 0.25], "The first token doubles."),
@@ -49,7 +49,7 @@ PRESETS = {  # the probabilities before and now, and what to look at
     "Noise": ([0.6, 0.3, 0.8, 0.4, 0.5, 0.2, 0.7, 0.5],
               [0.66, 0.23, 0.795, 0.535, 0.445, 0.21, 0.65, 0.515],
               "Tokens move far, in both directions."),
-    "Wrong direction": ([0.15, 0.5, 0.5, 0.5], [0.9, 0.55, 0.5, 0.5], "What limits A = −1?"),
+    "Wrong direction": ([0.15, 0.5, 0.5, 0.5], [0.9, 0.55, 0.5, 0.5], "Good only if A = +1."),
 }
 LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
 NOISES = [0.003, 0.01, 0.03, 0.1, 0.3]  # standard deviation of a token's log-ratio
