@@ -185,7 +185,7 @@ def step_numbers():
         levels = torch.tensor([[int(x) for x in row] for row in ["0" * 256, *run["clipped"]]])
         for part, row, level in zip([0, *run["clipped_tokens"]], s.reshape(-1, 256), levels):
             counts = [int(((level > 0) & sign).sum()) for sign in signs]
-            medians = [float(f"{row[sign].median():.3g}") for sign in signs]
+            medians = [float(f"{row[sign].median():.5g}") for sign in signs]
             run["counts"].append([part, *counts, *medians])
         if name == "gspo":  # those that are clipped before their minibatch comes for the first time
             by_length = sorted(range(256), key=lambda i: -len(log["step"]["responses"][i]))
