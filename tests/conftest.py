@@ -1,5 +1,6 @@
 """Shared by the tests: a tiny model with random weights, a few questions, and one whole run."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -116,6 +117,18 @@ def block(page, containing):
     return code
 
 
+def train(fresh, questions=8, held_out=0, reward=parity_reward, **more):
+    """The rows of a run of (model, tokenizer) on these questions, or on so many.
+
+    more: settings, and what train_math.train() has besides."""
+    names = {field.name for field in dataclasses.fields(train_math.Settings)}
+    changes = {name: more.pop(name) for name in names & set(more)}
+    if isinstance(questions, int):
+        questions = sums(questions)
+    return train_math.train(
+        settings(**changes), *fresh, questions, sums(held_out), reward=reward, **more)
+
+
 def encoded(tokenizer, questions=QUESTIONS):
     """The prompts of these questions, without an instruction."""
     return train_math.encode_prompts(tokenizer, questions, settings(instruction=""))
@@ -166,6 +179,26 @@ def one_line(main, *flags, **more):
     line = stop.value.code
     assert isinstance(line, str) and "\n" not in line.strip(), f"not one line: {line!r}"
     return line
+
+
+def refused(command, folder, *flags, reward=parity_reward, **parts):
+    """The one line with which the script ends if it writes to this folder."""
+    flags = [*command, "--output_dir", folder, *flags]
+    return one_line(train_math.main, *flags, reward=reward, **parts)
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def contents(folder):
+    """All files of the folder, for a comparison."""
+    return {path: path.read_bytes() for path in folder.rglob("*.*")}
+
+
+def weights_of(model):
+    """All weights of the model in one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def without_clocks(rows):
