@@ -1,6 +1,7 @@
 """Sampling with train_math.py: both samplers, which of them is chosen, and the log-probs."""
 
 import copy
+import itertools
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -11,9 +12,8 @@ import transformers
 
 import train_math
 from common.tiny_model import tiny_tokenizer
-from gspo import group_advantages, gspo_loss
 from support import cuda_sampling, sampling
-from tests.conftest import QUESTIONS, check, encoded, parity_reward, rollout_of, settings, sums
+from tests.conftest import QUESTIONS, check, encoded, rollout_of, settings, sums, train
 
 SAMPLERS = [sampling.dynamic_rollout, cuda_sampling.static_rollout]
 THREE = [*QUESTIONS, {"question": "3?"}]
@@ -75,6 +75,20 @@ def assert_log_probs_of_the_update(
         n = len(response)
         assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=atol)
         assert (sampled[i, n:] == 0).all() and (log_probs[i][~batch.mask[i]] == 0).all()
+
+
+@pytest.fixture
+def shapes(tiny, monkeypatch):
+    """The shapes (n, L) of what the tiny model gets in each call."""
+    shapes = []
+    forward = tiny[0].forward
+
+    def spy(**inputs):
+        shapes.append(tuple(inputs["input_ids"].shape))
+        return forward(**inputs)
+
+    monkeypatch.setattr(tiny[0], "forward", spy)
+    return shapes
 
 
 class TestBothSamplers:
@@ -159,17 +173,9 @@ class TestBothSamplers:
             assert responses[2 * k : 2 * k + 2] == [ids[len(prompt) :]] * 2
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
 
-    def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(self, tiny, monkeypatch):
+    def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(self, tiny, shapes):
         model, tokenizer = tiny
         prompts = encoded(tokenizer)
-        shapes = []
-        forward = model.forward
-
-        def spy(**inputs):
-            shapes.append(tuple(inputs["input_ids"].shape))
-            return forward(**inputs)
-
-        monkeypatch.setattr(model, "forward", spy)
         torch.manual_seed(0)
         responses, _ = sampling.dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         lengths = [len(response) for response in responses]
@@ -180,17 +186,16 @@ class TestBothSamplers:
         cuda_sampling.static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         assert shapes == [(2, width), *[(16, 1)] * 11], "the shapes are fixed"
 
-    def test_the_static_one_stops_when_all_responses_have_ended(self, tiny, monkeypatch):
+    @pytest.mark.parametrize("ends, most, length, calls", [
+        (torch.arange(75), 100, 1, range(40)),
+        (torch.tensor([-1]), 50, 50, [50]),
+    ])
+    def test_the_static_one_stops_when_all_responses_have_ended(
+            self, tiny, shapes, ends, most, length, calls):
         model, tokenizer = tiny
-        forward = model.forward
-        calls = []
-        monkeypatch.setattr(model, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
-        prompts = encoded(tokenizer)
-        responses, _ = cuda_sampling.static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
-        assert [len(response) for response in responses] == [1] * 4 and len(calls) < 40
-        calls.clear()
-        responses, _ = cuda_sampling.static_rollout(model, prompts, 2, 50, 0.0, torch.tensor([-1]))
-        assert [len(response) for response in responses] == [50] * 4 and len(calls) == 50
+        responses, _ = cuda_sampling.static_rollout(model, encoded(tokenizer), 2, most, 0.0, ends)
+        assert [len(response) for response in responses] == [length] * 4
+        assert len(shapes) in calls
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
     def test_agree_on_a_gpu_where_the_static_one_replays_a_graph(self):
@@ -273,7 +278,7 @@ class TestWhichSampler:
         for weight_name, weight in model.state_dict().items():
             assert torch.equal(weight, before[weight_name]) and weight.dtype == torch.float32
 
-    def test_a_short_window_needs_the_dynamic_one_on_cuda_too(self, chosen, pretend_cuda, capsys):
+    def test_a_short_window_needs_the_dynamic_one_on_cuda_too(self, chosen, pretend_cuda):
         """Both for a short text, which fits into the window, and for a long one."""
         model, tokenizer = model_of("a short window")
         pretend_cuda(model)
@@ -286,24 +291,8 @@ class TestWhichSampler:
 class TestPrecision:
     """Which copy of the weights samples responses to train on, on CUDA."""
 
-    @pytest.fixture
-    def outlier(self, fresh, pretend_cuda):
-        """A function that makes one hidden value of the model very large, as some real models have.
-        It is larger than any number of float16 if `size` is above 65,504."""
-        model, tokenizer = fresh
-
-        def make(size):
-            value = torch.zeros(model.config.hidden_size)
-            value[3] = size
-            model.model.layers[0].mlp.register_forward_hook(
-                lambda module, inputs, output: output + value.to(output.dtype))
-            return model, encoded(tokenizer)
-
-        pretend_cuda(model)
-        return make
-
     @staticmethod
-    def dtype_of(model, prompts, capsys):
+    def dtype_of(model, tokenizer, capsys):
         """(the dtype that sampled, what was printed)"""
         seen = []
         original = cuda_sampling.static_rollout
@@ -312,18 +301,23 @@ class TestPrecision:
             seen.append(next(sampler.parameters()).dtype)
             return original(sampler, *arguments)
 
+        arguments = encoded(tokenizer), 2, 3, 1.0, torch.tensor([1])
         with mock.patch.object(cuda_sampling, "static_rollout", static):
-            torch.manual_seed(0)
-            _, log_probs = train_math.generate(model, prompts, 2, 3, 1.0, torch.tensor([1]))
+            _, log_probs = train_math.generate(model, *arguments)
         assert log_probs.isfinite().all()
         return seen[-1], capsys.readouterr().out
 
-    @pytest.mark.parametrize("size, expected", [(100.0, torch.float16), (1e6, torch.bfloat16)])
-    def test_is_bf16_if_float16_overflows_and_one_line_says_so(
-            self, outlier, capsys, size, expected):
-        dtype, shown = self.dtype_of(*outlier(size), capsys)
-        assert dtype == expected
-        assert shown.count("\n") == shown.count("torch.float16") == (size == 1e6)
+    def test_is_bf16_if_float16_overflows_and_one_line_says_so(self, fresh, pretend_cuda, capsys):
+        """A hidden value is larger than any number of float16, as in some real models."""
+        model, tokenizer = fresh
+        pretend_cuda(model)
+        value = torch.zeros(model.config.hidden_size)
+        value[3] = 1e6
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda module, inputs, output: output + value.to(output.dtype))
+        dtype, shown = self.dtype_of(model, tokenizer, capsys)
+        assert dtype == torch.bfloat16
+        assert shown.count("\n") == shown.count("torch.float16") == 1
 
     def test_is_float32_if_both_are_far_from_it(self, tiny, pretend_cuda, capsys):
         """All logits are large, and two of them differ by less than half precision can show."""
@@ -334,14 +328,13 @@ class TestPrecision:
             weight[8] += 0.24
             weight[9] -= 0.24
             model.lm_head.weight = torch.nn.Parameter(weight)
-        dtype, shown = self.dtype_of(model, encoded(tokenizer), capsys)
+        dtype, shown = self.dtype_of(model, tokenizer, capsys)
         assert dtype == torch.float32 and shown.count("note:") == 2
 
     def test_is_changed_if_a_logit_overflows_only_later(self, fresh, pretend_cuda, capsys):
         """The prompts show nothing, but token 5 of a response makes float16 overflow."""
         model, tokenizer = fresh
         pretend_cuda(model)
-        prompts = encoded(tokenizer)
         original = sampling.next_logits
 
         def next_logits(sampler, cache, ids, mask, positions):
@@ -351,7 +344,7 @@ class TestPrecision:
             return logits
 
         with mock.patch.object(cuda_sampling, "next_logits", next_logits):
-            dtype, shown = self.dtype_of(model, prompts, capsys)
+            dtype, shown = self.dtype_of(model, tokenizer, capsys)
         assert dtype == torch.bfloat16 and "torch.float16" in shown
 
     def test_is_refused_if_no_precision_gives_numbers(self, fresh, pretend_cuda):
@@ -364,10 +357,12 @@ class TestPrecision:
 
 
 class TestSample:
-    @pytest.mark.parametrize(
-        "rows, at_once", [(256, [5]), (16, [2, 2, 1]), (23, [2, 2, 1]), (7, [1] * 5)]
-    )
-    def test_takes_whole_groups_at_once_in_the_order_of_the_questions(self, tiny, rows, at_once):
+    @pytest.mark.parametrize("rows, sampled, greedy", [
+        (256, [5], [5]), (16, [4, 1], [2, 2, 1]), (23, [5], [2, 2, 1]), (7, [1] * 5, [1] * 5)])
+    def test_takes_whole_groups_at_once_in_the_order_of_the_questions(
+            self, tiny, rows, sampled, greedy):
+        """Greedy decoding, that of an evaluation, takes half as many, because there each row has a
+        prompt of its own, and reading these needs the most memory."""
         model, tokenizer = tiny
         questions = [{"question": f"{'Ann ' * n}?"} for n in (3, 1, 5, 2, 4)]
         seen = []
@@ -378,8 +373,10 @@ class TestSample:
 
         cfg = settings(rollout_rows=rows, max_completion_length=4, instruction="")
         parts = train_math.Parts(generate=spy)
+        train_math.sample(model, tokenizer, questions, 4, 1.0, cfg, parts)
+        assert seen == sampled
         got = train_math.sample(model, tokenizer, questions, 4, 0.0, cfg, parts)
-        assert seen == at_once and got.prompts[::4] == encoded(tokenizer, questions)
+        assert seen == sampled + greedy and got.prompts[::4] == encoded(tokenizer, questions)
         assert got.questions == [row for row in questions for _ in range(4)]
         assert len(got.texts) == 20 and got.log_probs.shape == (20, 4)
         assert got.texts == tokenizer.batch_decode(got.responses, skip_special_tokens=True)
@@ -389,20 +386,6 @@ class TestSample:
             group = slice(4 * i, 4 * i + 4)
             assert got.responses[group] == alone
             assert torch.allclose(got.log_probs[group], log_probs, atol=1e-5)
-
-    def test_of_an_evaluation_reads_half_as_many_prompts_at_once(self, fresh):
-        """Reading them needs the most memory, and each row has a prompt of its own."""
-        seen = []
-
-        def spy(model, prompts, group_size, *rest):
-            seen.append((len(prompts), group_size))
-            return train_math.generate(model, prompts, group_size, *rest)
-
-        cfg = settings(rollout_rows=8, max_steps=1)
-        parts = {"reward": parity_reward, "generate": spy}
-        train_math.train(cfg, *fresh, sums(8), sums(11), **parts)
-        evaluation = [(4, 1), (4, 1), (3, 1)]
-        assert seen == [*evaluation, (2, 4), (2, 4), *evaluation]
 
     @pytest.mark.parametrize("ends", [list(range(4, 75)), 7, None])
     def test_ends_at_any_end_token_of_the_model_or_the_tokenizer(self, tiny, monkeypatch, ends):
@@ -419,40 +402,16 @@ class TestSample:
         more = ends if isinstance(ends, list) else [ends] if ends else []
         assert asked == sorted({tokenizer.eos_token_id, *more})
 
-    def test_marks_of_tool_tokens_are_given_for_all_prompts_or_for_none(self, fresh):
-        def generate(model, prompts, *more):
-            found = [[5, 6]], torch.zeros(1, 6), [[True, False]]
-            return found if prompts == first else found[:2]
-
-        model, tokenizer = fresh
-        first = encoded(tokenizer, QUESTIONS[:1])
-        parts = train_math.Parts(generate=generate)
-        cfg = settings(rollout_rows=1, instruction="")
-        got = train_math.sample(model, tokenizer, QUESTIONS[:1], 1, 1.0, cfg, parts)
-        assert got.is_sampled == [[True, False]]
-        with pytest.raises(ValueError, match="zip"):
-            train_math.sample(model, tokenizer, QUESTIONS, 1, 1.0, cfg, parts)
-
-    def test_gives_texts_without_the_end_token(self, fresh):
-        model, tokenizer = fresh
-        response = tokenizer("4+5").input_ids + [tokenizer.eos_token_id]
-
-        parts = train_math.Parts(generate=lambda *arguments: ([response], torch.zeros(1, 6)))
-        got = train_math.sample(model, tokenizer, QUESTIONS[:1], 1, 1.0, settings(), parts)
-        assert got.responses == [response] and got.texts == ["4+5"]
-
     def test_asks_through_the_chat_template_with_the_instruction_and_the_system_prompt(self):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}A{% endif %}"
             "{% if enable_thinking is false %} now{% endif %}")
-        cfg = settings(instruction="Say #### 1")
-        ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
-        assert tokenizer.decode(ids[0]) == "user How?\nSay #### 1A now"
-        cfg = settings(instruction="Say #### 1", system="Be kind.")
-        ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
-        assert tokenizer.decode(ids[0]) == "system Be kind.user How?\nSay #### 1A now"
+        for system, begin in (None, ""), ("Be kind.", "system Be kind."):
+            cfg = settings(instruction="Say #### 1", system=system)
+            (ids,) = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
+            assert tokenizer.decode(ids) == begin + "user How?\nSay #### 1A now"
 
 
 class TestLogProbs:
@@ -503,66 +462,33 @@ class TestLogProbs:
                                 everything[3, 9]])
         assert torch.allclose(log_probs[0], expected, atol=1e-5)
 
-    def test_give_the_same_gradient_from_micro_batches_of_1_2_and_all(self, tiny):
-        """The rewards of the second group are equal. It is left out of the forward, and it still
-        counts in the denominator."""
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer, [{"question": "Ann has 3?"}] * 4 + [{"question": "Bob?"}] * 4)
-        responses = [tokenizer("1" * n).input_ids for n in (1, 7, 2, 5, 3, 3, 4, 6)]
-        advantages = group_advantages(torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1]), 4)
-        rollout = rollout_of(prompts, responses)
-        everything = train_math.MicroBatch(rollout, advantages, range(8), "cpu")
-
-        def gradient(batches):
-            model.zero_grad()
-            for batch in batches:
-                log_probs = train_math.response_log_probs(model, batch, 1.0)
-                old_log_probs = log_probs.detach() - 1e-4
-                loss = gspo_loss(
-                    log_probs, old_log_probs, batch.advantages, batch.mask, denominator=8)
-                loss.backward()
-            return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-        expected = gradient([everything])
-        for tokens, n in (1, 4), (40, 2), (10_000, 1):
-            cfg = settings(micro_batch_tokens=tokens, minibatches=1)
-            (batches,) = train_math.build_minibatches(rollout, advantages, cfg)
-            assert len(batches) == n
-            assert sorted(i for batch in batches for i in batch.indices) == [0, 1, 2, 3]
-            assert all(batch.ids.numel() <= tokens or len(batch.ids) == 1 for batch in batches)
-            assert torch.allclose(gradient(batches), expected, atol=1e-6)
-
     @pytest.mark.parametrize("tokens", [63, 64, 65])
     def test_are_taken_in_micro_batches_that_fill_the_memory(self, tokens):
         """Four responses of 16 tokens with their prompts fill 64 tokens."""
-        prompts = [[5] * 10] * 80
-        responses = [[6] * 6] * 80
+        rollout = rollout_of([[5] * 10] * 12, [[6] * 6] * 12)
         cfg = settings(micro_batch_tokens=tokens, minibatches=1)
-        rollout = rollout_of(prompts, responses)
-        (batches,) = train_math.build_minibatches(rollout, torch.ones(80), cfg)
-        most = tokens // 16
-        assert [len(batch.ids) for batch in batches] == [most] * (80 // most) + [80 % most] * (
-            80 % most > 0)
+        (batches,) = train_math.build_minibatches(rollout, torch.ones(12), cfg)
+        assert [len(batch.ids) for batch in batches] == ([3] * 4 if tokens == 63 else [4] * 3)
 
     def test_are_taken_in_minibatches_of_whole_groups(self, fresh):
+        """Responses with the advantage 0 are left out, and a minibatch of them, too."""
         _, tokenizer = fresh
         prompts = [prompt for prompt in encoded(tokenizer, sums(4)) for _ in range(4)]
         responses = [[4 + i] * (1 + i % 3) for i in range(16)]
         advantages = torch.arange(1, 17.0)
-        advantages[4:8] = 0
+        advantages[4:8] = advantages[9] = 0
         rollout = rollout_of(prompts, responses)
         (everything,) = train_math.build_minibatches(
             rollout, advantages, settings(minibatches=1), keeps_all=True)
         assert sum(len(batch.indices) for batch in everything) == 16
         minibatches = train_math.build_minibatches(rollout, advantages, settings())
-        assert len(minibatches) == 3, "one without a gradient is left out"
-        for start, minibatch in zip((0, 8, 12), minibatches):
-            indices = [i for batch in minibatch for i in batch.indices]
-            assert sorted(indices) == list(range(start, start + 4))
-            for batch in minibatch:
-                for i, ids, advantage in zip(batch.indices, batch.ids.tolist(), batch.advantages):
-                    assert (prompts[i] + responses[i] + [0] * 99)[: len(ids)] == ids
-                    assert advantage == advantages[i]
+        found = [sorted(i for batch in minibatch for i in batch.indices)
+                 for minibatch in minibatches]
+        assert found == [[0, 1, 2, 3], [8, 10, 11], [12, 13, 14, 15]]
+        for batch in itertools.chain(*minibatches):
+            for i, ids, advantage in zip(batch.indices, batch.ids.tolist(), batch.advantages):
+                assert (prompts[i] + responses[i] + [0] * 99)[:len(ids)] == ids
+                assert advantage == advantages[i]
 
     def test_of_similar_lengths_are_taken_together(self):
         """Long and short responses alternate; in order of length they need two micro-batches
@@ -587,7 +513,6 @@ class TestOtherModels:
         responses, sampled = train_math.generate(model, prompts, 8, 12, 0.7, ends)
         assert len({len(response) for response in responses}) > 3
         assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
-        cfg = settings(max_steps=1, max_completion_length=40)
-        check(model, tokenizer, sums(4), cfg)
-        _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=parity_reward)
+        check(model, tokenizer, sums(4), settings(max_completion_length=40))
+        _, row = train((model, tokenizer), 4, max_steps=1, max_completion_length=40)
         assert row["log_ratio_first_max"] == 0 < row["grad_norm"]
