@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import train_math
 from support import cuda_sampling
 from support.sampling import dynamic_rollout
-from tests.conftest import encoded, parity_reward, settings, sums
+from tests.conftest import encoded, settings, sums, train
 from tests.test_rollout import FREQUENT_ENDS, THREE, model_of
 
 aten = torch.ops.aten
@@ -126,7 +126,7 @@ def test_each_replay_draws_fresh_numbers_and_a_seed_repeats_them(graphs, tiny):
 
 def test_a_run_whose_responses_come_from_graphs_has_exact_ratios(graphs, fresh, pretend_cuda):
     pretend_cuda(fresh[0])
-    rows = train_math.train(settings(max_steps=2), *fresh, sums(8), sums(2), reward=parity_reward)
+    rows = train(fresh, held_out=2, max_steps=2)
     for row in rows[1:]:
         assert row["log_ratio_first_max"] == 0 and 1e-6 < row["sampler_gap"] < 1e-2
         assert "notes" not in row

@@ -143,18 +143,6 @@ class TestAFaultyReward:
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
 
-    def test_in_an_evaluation_costs_this_evaluation_and_nothing_else(
-            self, command, whole, tmp_path):
-        """It is the one after step 4. The reward is called for the trial, too."""
-        refused(command, tmp_path / "a", reward=at_call(8, parity_reward, OSError("HTTP 503")))
-        run(command, tmp_path / "a")
-        expected = without_clocks(read(whole / "metrics.jsonl"))
-        for name in "eval_questions", "eval_reward", "eval_reward_interval":
-            del expected[4][name]
-        assert without_clocks(read(tmp_path / "a" / "metrics.jsonl")) == expected
-        weights = [folder / "model" / "model.safetensors" for folder in (whole, tmp_path / "a")]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
-
 
 OWN_ALGORITHM = block("CONTRIBUTING.md", "cispo").replace("train_math.main()", "") + """
 
@@ -192,7 +180,8 @@ class TestAnAlgorithm:
         assert len(rows) == 3 and rows[2]["eval_questions"] == 2
         assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
         assert rows[2]["log_ratio_std"] > 0
-        assert read(tmp_path / "runs" / "own" / "eval_0.jsonl")[0]["question"] == "有 8?"
+        evaluation = tmp_path / "runs" / "own" / "eval_0.jsonl"
+        assert "有 8?" in evaluation.read_text(encoding="utf-8"), "other alphabets stay readable"
 
     def test_with_a_wrong_clip_range_or_name_is_refused(self, monkeypatch):
         row = train_math.ALGORITHMS["gspo"]._replace(eps_low=1.5)
@@ -271,34 +260,17 @@ class TestWhatIsKept:
             train((each, tokenizer), 4, max_steps=1)
         assert torch.equal(weights_of(model), weights_of(other))
 
-    def test_a_part_may_use_every_column_and_compute_gradients_in_the_trial(self, fresh):
-        """A model may be in training mode before the trial."""
-        questions = [row | {"hint": "Add."} for row in sums(4)]
-
-        def with_hint(tokenizer, questions, cfg):
-            return [tokenizer(f"{row['hint']} {row['question']}").input_ids for row in questions]
-
-        def reward(prompts, completions, **columns):
-            weight = torch.ones(2, requires_grad=True)
-            weight.sum().backward()
-            return parity_reward(prompts, completions)
-
-        fresh[0].train()
-        check(*fresh, questions, reward=reward, encode_prompts=with_hint)
-        assert not fresh[0].training
-
     @pytest.mark.parametrize("ending", ["jsonl", "csv"])
     def test_answers_stay_as_they_are_written(self, tmp_path, ending):
         answers = ["26", "007", "NA", "TRUE", "null", "2024-01-02", ""]
-        path = tmp_path / f"q[0].{ending}"
         rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        path = tmp_path / f"q[0].{ending}"
+        write_jsonl(path, rows)
         if ending == "csv":
-            lines = ["question,answer", *(f"{row['question']},{row['answer']}" for row in rows)]
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        else:
-            write_jsonl(path, rows)
+            lines = [f"{row['question']},{row['answer']}\n" for row in rows]
+            path.write_text("question,answer\n" + "".join(lines))
         cfg = settings(dataset=str(path), eval_size=0)
-        assert train_math.load_questions(cfg, parity_reward)[0] == rows
+        assert train_math.load_questions(cfg, parity_reward) == (rows, [])
 
     def test_answers_of_any_kind_can_be_logged_and_the_run_resumed(self, fresh, tmp_path):
         answers = ["Paris", 7, "x #### 8", datetime.date(2025, 7, 24), torch.ones(2).numpy(), {1}]
@@ -364,10 +336,14 @@ class TestWhatIsKept:
         assert rows[0] == rows[1]
 
     def test_a_user_may_bring_an_optimizer_and_all_its_groups_get_the_rate(self, fresh):
+        """The rate begins at learning_rate and falls to a tenth of it in the last step."""
         first, *others = fresh[0].parameters()
-        optimizer = torch.optim.SGD([{"params": [first]}, {"params": others}], lr=1.0)
-        train(fresh, max_steps=2, learning_rate=0.5, make_optimizer=lambda model: optimizer)
-        assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.05)] * 2
+        optimizer = torch.optim.SGD([{"params": [first]}, {"params": others}])
+        rates = []
+        optimizer.register_step_pre_hook(
+            lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        train(fresh, max_steps=3, minibatches=1, make_optimizer=lambda model: optimizer)
+        assert rates == [pytest.approx([rate] * 2) for rate in (1e-3, 0.55e-3, 1e-4)]
 
     def test_a_reward_cannot_overwrite_a_metric_of_the_step(self, fresh):
         def reward(prompts, completions, log_metric, **columns):
@@ -437,13 +413,15 @@ class TestOneRollout:
             check_rollout(rollout, sums(2), 1)
 
     def test_a_reward_may_change_what_it_gets(self, fresh, tmp_path):
-        """The run is the same, and can be resumed, although the trial calls the reward first."""
+        """The run is the same, and can be resumed, although the trial calls the reward first. The
+        reward may compute gradients, and the model may be in training mode before the trial."""
         questions = [row | {"tags": ["b", "a"]} for row in sums(8)]
         before = copy.deepcopy(questions)
         plain = train(copy.deepcopy(fresh), questions)
 
         def reward(prompts, completions, tags, completion_ids, **columns):
             rewards = parity_reward(prompts, completions)
+            torch.ones(2, requires_grad=True).sum().backward()
             for each in [*tags, *completion_ids, prompts, completions]:
                 each.clear()
             return rewards
@@ -454,7 +432,9 @@ class TestOneRollout:
             return train_math.encode_prompts(tokenizer, questions, cfg)
 
         parts = {"reward": reward, "encode_prompts": encode_prompts}
+        fresh[0].train()
         check(*fresh, questions, **parts)
+        assert not fresh[0].training
         rows = train(fresh, questions, output_dir=tmp_path, **parts)
         assert without_clocks(rows) == without_clocks(plain) and questions == before
         state = train_math.load_state(settings(output_dir=tmp_path), before)
@@ -482,15 +462,9 @@ class TestUserState:
         assert len(state["rows"]) == 3 and state["user_state"] == {"mine": 1}
 
 
-class TestFiles:
-    def test_keep_other_alphabets_readable(self, tmp_path):
-        support.runs.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
-        assert "groß" in (tmp_path / "log.jsonl").read_text(encoding="utf-8")
-
-    def test_a_new_flag_may_have_the_default_0(self):
-        Own = dataclasses.make_dataclass(
-            "Own", [("weight_decay", float, dataclasses.field(default=0.0))],
-            bases=(train_math.Settings,))
-        assert Own().weight_decay == 0
-        with pytest.raises(ValueError, match="--weight_decay -1 is out of range"):
-            Own(weight_decay=-1)
+def test_a_new_flag_may_have_the_default_0():
+    Own = dataclasses.make_dataclass(
+        "Own", [("weight_decay", float, 0.0)], bases=(train_math.Settings,))
+    assert Own().weight_decay == 0
+    with pytest.raises(ValueError, match="--weight_decay -1 is out of range"):
+        Own(weight_decay=-1)
