@@ -78,37 +78,21 @@ class Judge:
         return None
 
 
-def a_reward_that_returns(value):
-    """A reward that returns this, or, if it is a function, what this makes of the texts."""
-
-    def faulty_reward(prompts, completions, **columns):
-        return value(completions) if callable(value) else value
-
-    return faulty_reward
-
-
-FAULTY_REWARDS = {
-    "one NaN": (lambda texts: [0.0] * (len(texts) - 1) + [math.nan], "[0.0, nan]"),
-    "None": (None, "None"),
-    "None for each text": (lambda texts: [None] * len(texts), "[None, None]"),
-    "one number": (1.0, "1.0"),
-    "one number too few": (lambda texts: [1.0] * (len(texts) - 1), "[1.0]"),
-    "one number too many": (lambda texts: [1.0] * (len(texts) + 1), "[1.0, 1.0, 1.0]"),
-    "texts": (lambda texts: ["good"] * len(texts), "['good', 'good']"),
-    "a dict": ({0: 1.0, 1: 0.0}, "{0: 1.0, 1: 0.0}"),
-    "a text of digits": ("01", "'01'"),
-    "a set": ({0.0, 1.0}, "{0.0, 1.0}"),
-}
+FAULTY_REWARDS = (
+    None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0], [[1.0], [1.0]],
+    ["good", "good"], "01", {0: 1.0, 1: 0.0}, {0.0, 1.0})
 RAISES = a_reward_that_raises.__code__
 
 
 class TestAFaultyReward:
-    @pytest.mark.parametrize("fault", FAULTY_REWARDS)
-    def test_ends_in_one_line_before_the_first_rollout(self, command, tmp_path, fault):
-        value, shown = FAULTY_REWARDS[fault]
-        line = self.line(command, tmp_path, a_reward_that_returns(value))
-        assert "faulty_reward returned " + shown in line
-        assert "2 finite numbers" in line
+    @pytest.mark.parametrize("value", FAULTY_REWARDS, ids=repr)
+    def test_ends_in_one_line_before_the_first_rollout(self, command, tmp_path, value):
+        """The trial has two texts."""
+        def faulty_reward(**columns):
+            return value
+
+        line = self.line(command, tmp_path, faulty_reward)
+        assert f"faulty_reward returned {value!r}" in line and "2 finite numbers" in line
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it was never awaited
     @pytest.mark.parametrize("reward, said", [
@@ -144,9 +128,11 @@ class TestAFaultyReward:
         assert_same(whole, tmp_path / "a")
 
 
-OWN_ALGORITHM = block("CONTRIBUTING.md", "cispo").replace("train_math.main()", "") + """
+OWN_ALGORITHM = block("CONTRIBUTING.md", "cispo").replace("train_math.main()", "import os") + """
 
 def reward(prompts, completions, level, **columns):
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
     digits = [sum(c.isdigit() for c in text) for text in completions]
     return [float((d + n) % 2) for d, n in zip(digits, level)]
 
@@ -158,7 +144,8 @@ train_math.main(reward=reward)
 class TestAnAlgorithm:
     def test_in_a_script_from_outside_trains_with_its_own_clip_range(self, command, tmp_path):
         """The user's file runs as a script, with its own reward and algorithm, beside copies of
-        train_math.py and what it needs, and on a console that cannot show every character."""
+        train_math.py and what it needs, and on a console that cannot show every character. The
+        reward changes the directory."""
         for module in train_math, gspo:
             shutil.copy(module.__file__, tmp_path)
         ignored = shutil.ignore_patterns("__pycache__")
@@ -204,13 +191,10 @@ class TestTrain:
         with pytest.raises(ValueError, match="no questions"):
             train(fresh, [])
 
-    def test_with_a_number_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
+    def test_takes_numbers_of_numpy_and_paths(self, tmp_path):
         number = torch.tensor(1e-3, dtype=torch.float64).numpy()[()]
-        assert type(number) is not float
-        train(fresh, output_dir=tmp_path, learning_rate=number, max_steps=1)
         cfg = settings(output_dir=tmp_path, learning_rate=number)
         assert (type(cfg.output_dir), type(cfg.learning_rate)) == (str, float)
-        assert len(train_math.load_state(cfg, sums(8))["rows"]) == 2
 
     def test_into_the_folder_of_another_run_is_refused(self, fresh, tmp_path):
         changes = {"output_dir": str(tmp_path), "max_steps": 1}
@@ -219,8 +203,6 @@ class TestTrain:
         with pytest.raises(ValueError, match="holds (metrics.jsonl|state.pt|model). Choose"):
             train(fresh, **changes)
         assert contents(tmp_path) == before
-        state = train_math.load_state(settings(**changes), sums(8))
-        assert len(train(fresh, state=state, **changes)) == 2
         for name in "state.pt", "metrics.jsonl":
             (tmp_path / name).unlink()
         with pytest.raises(ValueError, match="holds model"):
@@ -282,34 +264,13 @@ class TestWhatIsKept:
         state = train_math.load_state(cfg, rows)
         assert [row["gold"] for row in state["results"]] == found and len(state["rows"]) == 2
 
-    def test_a_reward_may_change_the_directory(self, command, tmp_path, monkeypatch):
-        (tmp_path / "elsewhere").mkdir()
-        monkeypatch.chdir(tmp_path)
-
-        def reward(prompts, completions, **columns):
-            os.chdir(tmp_path / "elsewhere")
-            return parity_reward(prompts, completions)
-
-        train_math.main([*command, "--output_dir", "runs/mine"], reward)
-        assert (tmp_path / "runs" / "mine" / "state.pt").exists()
-        assert not names_in(tmp_path / "elsewhere")
-
     @pytest.mark.parametrize("part, original", [
-        ("on_step", dict.clear),
-        ("loss", gspo.gspo_loss),
-        ("advantages", gspo.group_advantages),
-        ("generate", train_math.generate),
-    ])
-    def test_what_was_trained_is_saved_if_a_part_raises(
-            self, fresh, tmp_path, own_loss, part, original):
-        """Also between two saves. A loss raises in the first micro-batch of a step here."""
+        ("on_step", dict.clear), ("generate", train_math.generate)])
+    def test_what_was_trained_is_saved_if_a_part_raises(self, fresh, tmp_path, part, original):
+        """Also between two saves."""
         parts = {part: at_call(4, original, OSError("my disk"))}
-        if part in ("loss", "advantages"):
-            own_loss(**{"loss": gspo.gspo_loss} | parts)
-            parts = {}
         with pytest.raises(OSError, match="my disk"):
-            train(fresh, output_dir=tmp_path, save_steps=100, minibatches=1,
-                  micro_batch_tokens=10**6, **parts)
+            train(fresh, output_dir=tmp_path, save_steps=100, minibatches=1, **parts)
         state = torch.load(tmp_path / "state.pt")
         assert state["rows"][-1]["step"] == 3
         for name, weight in fresh[0].state_dict().items():

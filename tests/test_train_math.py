@@ -62,10 +62,10 @@ class TestDataset:
     @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "CSV"])
     def test_that_is_a_file_holds_out_its_last_rows_and_at_most_a_fifth(self, tmp_path, ending):
         path = tmp_path / f"q.{ending}"
-        write_rows(path, sums(11))
+        write_rows(path, sums(14))
         for size, n in (0, 0), (1, 1), (2, 2), (99, 2):
             questions, held_out = load_questions(path, eval_size=size)
-            assert questions + held_out == sums(11)
+            assert questions + held_out == sums(14)
             assert len(held_out) == n
 
     @pytest.mark.parametrize("ending, parts", [
