@@ -173,21 +173,18 @@ BAD_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*BAD_INPUTS, *BAD_ANSWERS])
-def test_bad_input_ends_in_one_line(command, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", [*BAD_INPUTS, *BAD_ANSWERS, *BAD_PARTS])
+def test_bad_input_or_a_bad_part_ends_in_one_line(command, tmp_path, monkeypatch, name):
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
-    prepare, words = {**BAD_INPUTS, **BAD_ANSWERS}[name]
-    reward = train_math.correctness_reward if name in BAD_ANSWERS else parity_reward
-    line = refused(command, tmp_path / "run", *prepare(tmp_path), reward=reward)
-    for word in words:
-        assert word in line
-
-
-@pytest.mark.parametrize("name", BAD_PARTS)
-def test_bad_part_ends_in_one_line(command, tmp_path, name):
-    parts, words = BAD_PARTS[name]
-    line = refused(command, tmp_path / "run", **parts)
+    prepare, words = {**BAD_INPUTS, **BAD_ANSWERS, **BAD_PARTS}[name]
+    parts = {"reward": train_math.correctness_reward if name in BAD_ANSWERS else parity_reward}
+    flags = []
+    if name in BAD_PARTS:
+        parts |= prepare
+    else:
+        flags = prepare(tmp_path)
+    line = refused(command, tmp_path / "run", *flags, **parts)
     for word in words:
         assert word in line
 

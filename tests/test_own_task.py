@@ -45,18 +45,18 @@ from tests.conftest import (
 
 
 class TestScore:
-    def test_gives_a_reward_its_prompts_completions_and_all_columns(self):
-        asked = []
+    def test_gives_a_reward_copies_of_its_prompts_completions_and_all_columns(self):
+        rows = [{"question": "a?", "tags": [1]}, {"question": "b?", "tags": [2]}]
 
-        def reward(prompts, completions, level, **columns):
-            asked.append((prompts, completions, level, columns))
+        def reward(prompts, completions, tags, **columns):
+            assert (prompts, completions, tags) == (["a?", "b?"], ["x", "y"], [[1], [2]])
+            assert columns == {"question": prompts}
+            tags[0].clear()
             return [1, 2]
 
-        rows = [{"question": "a?", "level": 1}, {"question": "b?", "level": 2}]
         rewards = train_math.score(reward, rows, ["x", "y"])
-        assert rewards.tolist() == [1, 2]
-        assert rewards.dtype == torch.float32
-        assert asked == [(["a?", "b?"], ["x", "y"], [1, 2], {"question": ["a?", "b?"]})]
+        assert rewards.tolist() == [1, 2] and rewards.dtype == torch.float32
+        assert rows[0]["tags"] == [1]
 
     @pytest.mark.parametrize("returned", [
         (1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))])
@@ -277,11 +277,15 @@ class TestWhatIsKept:
             assert torch.equal(weight, state["model"][name])
 
     def test_half_a_step_is_not_saved(self, fresh, tmp_path, own_loss):
-        """The second minibatch of a step raises, when the weights have moved already."""
+        """The second minibatch of step 2 raises, when the weights have moved already."""
+        weights = []
         own_loss(at_call(6, gspo.gspo_loss, OSError("my disk")))
         with pytest.raises(OSError):
-            train(fresh, output_dir=tmp_path, save_steps=1, micro_batch_tokens=10**6)
-        assert torch.load(tmp_path / "state.pt")["rows"][-1]["step"] < 2
+            train(fresh, on_step=lambda row: weights.append(weights_of(fresh[0])),
+                  output_dir=tmp_path, save_steps=1, micro_batch_tokens=10**6)
+        fresh[0].load_state_dict(torch.load(tmp_path / "state.pt")["model"])
+        assert len(weights) == 2, "steps 0 and 1"
+        assert torch.equal(weights_of(fresh[0]), weights[1])
 
     def test_a_run_may_be_saved_more_often_than_it_is_evaluated(self, fresh, tmp_path):
         with mock.patch.object(support.runs.torch, "save", wraps=torch.save) as save:
@@ -347,13 +351,6 @@ class TestOneRollout:
         _, row = train(fresh, 4, reward=reward, generate=generate, max_steps=1)
         assert ("sampler_gap is above 0.1" in str(row.get("notes"))) is is_noted
         assert (row["sampler_gap"] > 0.1) is is_noted
-
-    def test_our_own_sampler_on_a_cpu_may_differ_by_less(self, fresh):
-        def response_log_probs(model, batch, temperature):
-            return train_math.response_log_probs(model, batch, temperature) + 1e-3 * batch.mask
-
-        _, row = train(fresh, 4, response_log_probs=response_log_probs, max_steps=1)
-        assert "sampler_gap is above 0.0001" in str(row["notes"])
 
     @pytest.mark.parametrize("lost", [1, 4])
     def test_a_sampler_that_loses_responses_later_is_named(self, fresh, lost):

@@ -12,10 +12,12 @@ import transformers
 
 import train_math
 from common.tiny_model import tiny_tokenizer
-from support import cuda_sampling, sampling
+from support import cuda_sampling
+from support.cuda_sampling import cache_can_be_static, static_rollout
+from support.sampling import dynamic_rollout, next_logits
 from tests.conftest import QUESTIONS, check, encoded, rollout_of, settings, sums, train
 
-SAMPLERS = [sampling.dynamic_rollout, cuda_sampling.static_rollout]
+SAMPLERS = [dynamic_rollout, static_rollout]
 THREE = [*QUESTIONS, {"question": "3?"}]
 FREQUENT_ENDS = torch.arange(1, 8)  # several end tokens that are drawn often: lengths differ
 
@@ -78,32 +80,30 @@ def assert_log_probs_of_the_update(
 
 
 @pytest.fixture
-def shapes(tiny, monkeypatch):
+def shapes(model, monkeypatch):
     """The shapes (n, L) of what the tiny model gets in each call."""
     shapes = []
-    forward = tiny[0].forward
+    forward = model.forward
 
     def spy(**inputs):
         shapes.append(tuple(inputs["input_ids"].shape))
         return forward(**inputs)
 
-    monkeypatch.setattr(tiny[0], "forward", spy)
+    monkeypatch.setattr(model, "forward", spy)
     return shapes
 
 
 class TestBothSamplers:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_sample_from_the_distribution_of_the_model(self, tiny, sampler, temperature):
+    def test_sample_from_the_distribution_of_the_model(self, model, prompts, sampler, temperature):
         """The first two tokens of 10,000 responses to each of two prompts of different lengths are
         compared with the exact probabilities."""
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer)
         n = 10_000
-        ends = torch.tensor([tokenizer.eos_token_id])
+        ends = torch.tensor([model.config.eos_token_id])
         torch.manual_seed(0)
         responses, _ = sampler(model, prompts, n, 2, temperature, ends)
-        words = torch.arange(len(tokenizer))
+        words = torch.arange(model.config.vocab_size)
         for k, prompt in enumerate(prompts):
             with torch.no_grad():
                 first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
@@ -120,8 +120,7 @@ class TestBothSamplers:
 
     @pytest.mark.parametrize("uniform", [0, 2**-24, 0.5, 1 - 2**-24])  # torch.rand: steps of 2^-24
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_never_draw_a_token_of_probability_0(self, tiny, monkeypatch, sampler, uniform):
-        model, _ = tiny
+    def test_never_draw_a_token_of_probability_0(self, model, monkeypatch, sampler, uniform):
         probs = torch.zeros(13, 1000)
         probs[0, 2] = 1
         probs[1, 1:3] = torch.tensor([0.4, 0.6])
@@ -148,10 +147,8 @@ class TestBothSamplers:
         assert alone == together, "the number of other rows changes what a row draws"
 
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_have_the_log_probs_of_the_update(self, tiny, sampler):
+    def test_have_the_log_probs_of_the_update(self, model, prompts, sampler):
         """Responses end at different times. Cache, positions and rows must stay aligned."""
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer)
         ends = torch.arange(1, 20)
         torch.manual_seed(0)
         responses, sampled = sampler(model, prompts, 16, 12, 0.7, ends)
@@ -162,9 +159,7 @@ class TestBothSamplers:
         assert_log_probs_of_the_update(model, prompts, 16, responses, sampled, 0.7)
 
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_are_greedy_at_temperature_0(self, tiny, sampler):
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer)
+    def test_are_greedy_at_temperature_0(self, model, prompts, sampler):
         responses, sampled = sampler(model, prompts, 2, 5, 0.0, torch.tensor([-1]))
         for k, prompt in enumerate(prompts):
             ids = list(prompt)
@@ -173,17 +168,16 @@ class TestBothSamplers:
             assert responses[2 * k : 2 * k + 2] == [ids[len(prompt) :]] * 2
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
 
-    def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(self, tiny, shapes):
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer)
+    def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(
+            self, model, prompts, shapes):
         torch.manual_seed(0)
-        responses, _ = sampling.dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        responses, _ = dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         lengths = [len(response) for response in responses]
         unfinished = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
         width = max(map(len, prompts))
         assert shapes == [(2, width), *((n, 1) for n in unfinished)] and unfinished[-1] < 16
         shapes.clear()
-        cuda_sampling.static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         assert shapes == [(2, width), *[(16, 1)] * 11], "the shapes are fixed"
 
     @pytest.mark.parametrize("ends, most, length, calls", [
@@ -191,9 +185,8 @@ class TestBothSamplers:
         (torch.tensor([-1]), 50, 50, [50]),
     ])
     def test_the_static_one_stops_when_all_responses_have_ended(
-            self, tiny, shapes, ends, most, length, calls):
-        model, tokenizer = tiny
-        responses, _ = cuda_sampling.static_rollout(model, encoded(tokenizer), 2, most, 0.0, ends)
+            self, model, prompts, shapes, ends, most, length, calls):
+        responses, _ = static_rollout(model, prompts, 2, most, 0.0, ends)
         assert [len(response) for response in responses] == [length] * 4
         assert len(shapes) in calls
 
@@ -208,7 +201,7 @@ class TestBothSamplers:
             assert found[0][0] == found[1][0]
             assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
             torch.manual_seed(0)
-            responses, sampled = cuda_sampling.static_rollout(model, prompts, 8, 20, 0.7, ends)
+            responses, sampled = static_rollout(model, prompts, 8, 20, 0.7, ends)
             assert len({tuple(response) for response in responses}) > 10, "numbers are not fresh"
             assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
             responses, sampled = train_math.generate(model, prompts, 8, 20, 0.7, ends)
@@ -224,14 +217,14 @@ class TestWhichSampler:
     ])
     def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
         model, _ = model_of(kind)
-        assert cuda_sampling.cache_can_be_static(model, 64) is can
+        assert cache_can_be_static(model, 64) is can
         if kind == "a long window":
-            assert cuda_sampling.cache_can_be_static(model, 128)
-            assert not cuda_sampling.cache_can_be_static(model, 129)
+            assert cache_can_be_static(model, 128)
+            assert not cache_can_be_static(model, 129)
 
-    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(self, tiny, monkeypatch):
-        monkeypatch.setattr(tiny[0], "get_decoder", lambda: torch.nn.Linear(1, 1))
-        assert not cuda_sampling.cache_can_be_static(tiny[0], 20)
+    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(self, model, monkeypatch):
+        monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
+        assert not cache_can_be_static(model, 20)
 
     @pytest.fixture
     def chosen(self, monkeypatch):
@@ -245,25 +238,20 @@ class TestWhichSampler:
 
             monkeypatch.setattr(cuda_sampling, f"{name}_rollout", spy)
 
-        spy_on("dynamic", sampling.dynamic_rollout)
-        spy_on("static", cuda_sampling.static_rollout)
+        spy_on("dynamic", dynamic_rollout)
+        spy_on("static", static_rollout)
         return chosen
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.0])
-    def test_on_a_cpu_it_is_the_dynamic_one_with_the_model_itself(self, tiny, chosen, temperature):
-        model, tokenizer = tiny
-        arguments = (encoded(tokenizer), 2, 3, temperature, FREQUENT_ENDS)
-        train_math.generate(model, *arguments)
-        assert chosen == [("dynamic", model, arguments)]
-
     @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-    def test_on_cuda_it_is_the_static_one(self, tiny, chosen, pretend_cuda, temperature):
+    def test_on_cuda_it_is_the_static_one(
+            self, model, prompts, chosen, pretend_cuda, temperature):
         """Samples to train on come from a float16 copy, and everything else comes from the model
-        itself, in float32."""
-        model, tokenizer = tiny
+        itself, in float32. On a CPU it is the other one, with the model itself."""
         before = copy.deepcopy(model.state_dict())
+        arguments = (prompts, 2, 3, temperature, FREQUENT_ENDS)
+        train_math.generate(model, *arguments)
+        assert chosen.pop() == ("dynamic", model, arguments)
         pretend_cuda(model)
-        arguments = (encoded(tokenizer), 2, 3, temperature, FREQUENT_ENDS)
         responses, log_probs = train_math.generate(model, *arguments)
         ((name, used, rest),) = chosen
         assert name == "static" and rest == arguments
@@ -295,11 +283,10 @@ class TestPrecision:
     def dtype_of(model, tokenizer, capsys):
         """(the dtype that sampled, what was printed)"""
         seen = []
-        original = cuda_sampling.static_rollout
 
         def static(sampler, *arguments):
             seen.append(next(sampler.parameters()).dtype)
-            return original(sampler, *arguments)
+            return static_rollout(sampler, *arguments)
 
         arguments = encoded(tokenizer), 2, 3, 1.0, torch.tensor([1])
         with mock.patch.object(cuda_sampling, "static_rollout", static):
@@ -335,15 +322,14 @@ class TestPrecision:
         """The prompts show nothing, but token 5 of a response makes float16 overflow."""
         model, tokenizer = fresh
         pretend_cuda(model)
-        original = sampling.next_logits
 
-        def next_logits(sampler, cache, ids, mask, positions):
-            logits = original(sampler, cache, ids, mask, positions)
+        def overflows(sampler, cache, ids, mask, positions):
+            logits = next_logits(sampler, cache, ids, mask, positions)
             if ids.shape[1] == 1 and logits.dtype == torch.float16:
                 logits = logits + math.inf
             return logits
 
-        with mock.patch.object(cuda_sampling, "next_logits", next_logits):
+        with mock.patch.object(cuda_sampling, "next_logits", overflows):
             dtype, shown = self.dtype_of(model, tokenizer, capsys)
         assert dtype == torch.bfloat16 and "torch.float16" in shown
 
@@ -462,13 +448,18 @@ class TestLogProbs:
                                 everything[3, 9]])
         assert torch.allclose(log_probs[0], expected, atol=1e-5)
 
-    @pytest.mark.parametrize("tokens", [63, 64, 65])
-    def test_are_taken_in_micro_batches_that_fill_the_memory(self, tokens):
-        """Four responses of 16 tokens with their prompts fill 64 tokens."""
-        rollout = rollout_of([[5] * 10] * 12, [[6] * 6] * 12)
+    @pytest.mark.parametrize("lengths, tokens, shapes", [
+        ([16] * 12, 63, [(3, 16)] * 4),
+        ([16] * 12, 64, [(4, 16)] * 3),
+        ([16] * 12, 65, [(4, 16)] * 3),
+        ([4, 31] * 4, 124, [(4, 4), (4, 31)]),
+    ])
+    def test_are_taken_in_micro_batches_of_similar_lengths_that_fill_the_memory(
+            self, lengths, tokens, shapes):
+        rollout = rollout_of([[5]] * len(lengths), [[6] * (n - 1) for n in lengths])
         cfg = settings(micro_batch_tokens=tokens, minibatches=1)
-        (batches,) = train_math.build_minibatches(rollout, torch.ones(12), cfg)
-        assert [len(batch.ids) for batch in batches] == ([3] * 4 if tokens == 63 else [4] * 3)
+        (batches,) = train_math.build_minibatches(rollout, torch.ones(len(lengths)), cfg)
+        assert [tuple(batch.ids.shape) for batch in batches] == shapes
 
     def test_are_taken_in_minibatches_of_whole_groups(self, fresh):
         """Responses with the advantage 0 are left out, and a minibatch of them, too."""
@@ -489,15 +480,6 @@ class TestLogProbs:
             for i, ids, advantage in zip(batch.indices, batch.ids.tolist(), batch.advantages):
                 assert (prompts[i] + responses[i] + [0] * 99)[:len(ids)] == ids
                 assert advantage == advantages[i]
-
-    def test_of_similar_lengths_are_taken_together(self):
-        """Long and short responses alternate; in order of length they need two micro-batches
-        with no padding at all."""
-        responses = [[6] * (30 if i % 2 else 3) for i in range(8)]
-        cfg = settings(micro_batch_tokens=124, minibatches=1)
-        rollout = rollout_of([[5]] * 8, responses)
-        (batches,) = train_math.build_minibatches(rollout, torch.ones(8), cfg)
-        assert [tuple(batch.ids.shape) for batch in batches] == [(4, 4), (4, 31)]
 
 
 class TestOtherModels:

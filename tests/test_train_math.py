@@ -24,7 +24,6 @@ from filelock import FileLock
 
 import support.metrics
 import support.questions
-import support.runs
 import train_math
 from common.logs import read
 from gspo import group_advantages, gspo_loss
@@ -101,11 +100,6 @@ class TestDataset:
         rows = [{"question": f"{i}?", "day": datetime.datetime(2024, 1, i)} for i in range(1, 6)]
         write_rows(tmp_path / "train.parquet", rows)
         assert sum(load_questions(tmp_path, parity_reward), []) == rows
-        hashes = []
-        for some in rows, list(rows), rows[:3], rows[:4][::-1]:
-            hashes.append(support.runs.fingerprint(settings(), some)["questions"])
-        assert hashes[0] == hashes[1]
-        assert len(set(hashes)) == 3
 
 
 def brute_force_loss(algorithm, model, prompts, responses, advantages, old_log_probs, temperature):
@@ -690,13 +684,9 @@ class TestCommandLine:
         assert len(lines) == len(set(lines)) >= 2, "an example is printed again if it changes"
         for step in 0, 2, 3:
             rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
-            assert [row["question"] for row in rows] == [row["question"] for row in sums(30)[26:]]
             assert [row["gold"] for row in rows] == ["26", "27", "28", "29"]
-            for row in rows:
-                assert row["tokens"] - 1 <= len(row["response"]) <= row["tokens"] <= 6
             for name in "reward", "last_number":
                 assert log[step][f"eval_{name}"] == sum(row[name] for row in rows) / 4
-                assert f"eval_{name}_interval" in log[step]
 
 
 def doubled(forward, inputs):
