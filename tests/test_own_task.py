@@ -73,11 +73,6 @@ def a_reward_that_raises(prompts, completions, **columns):
     return json.loads("no JSON")  # raises in json, but this line is named
 
 
-class Judge:
-    def __call__(self, prompts, completions, **columns):
-        return None
-
-
 FAULTY_REWARDS = (
     None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0], [[1.0], [1.0]],
     ["good", "good"], "01", {0: 1.0, 1: 0.0}, {0.0, 1.0})
@@ -99,7 +94,6 @@ class TestAFaultyReward:
         (an_async_reward, "an_async_reward returned <coroutine"),
         (a_reward_that_raises, f"in {__file__}, line {RAISES.co_firstlineno + 1}"),
         (a_reward_that_raises, "the reward a_reward_that_raises raised JSONDecodeError("),
-        (Judge(), "the reward Judge returned None"),
         (lambda prompts, answers: [0.0], "unexpected keyword argument"),
     ])
     def test_that_raises_or_is_async_is_named_too(self, command, tmp_path, reward, said):

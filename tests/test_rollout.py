@@ -222,7 +222,8 @@ class TestWhichSampler:
             assert cache_can_be_static(model, 128)
             assert not cache_can_be_static(model, 129)
 
-    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(self, model, monkeypatch):
+    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(
+            self, model, monkeypatch):
         monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
         assert not cache_can_be_static(model, 20)
 
