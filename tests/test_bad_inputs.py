@@ -12,14 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import support.runs
 import train_math
-from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
 from tests.conftest import (
     at_call,
     names_in,
     parity_reward,
     refused,
-    run,
     settings,
     sums,
     train,
@@ -219,17 +217,13 @@ def test_a_file_may_have_the_byte_order_mark_of_windows_and_blank_lines(tmp_path
     assert questions == ([{"question": "1+1?", "answer": "2"}] if name == "q.csv" else sums(3))
 
 
-def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(command, tmp_path, capsys):
-    (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "train.jsonl", sums(6))
+def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(tmp_path, capsys):
     held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
     held_out[0]["question"] += " "
-    write_jsonl(tmp_path / "data" / "test.jsonl", held_out)
-    write_jsonl(tmp_path / "data" / "dev.jsonl", held_out)
-    flags = ["--max_steps", "1", "--eval_size", "1"]
-    run(command, tmp_path / "run", "--dataset", str(tmp_path / "data"), *flags)
+    for name, part in ("train", sums(6)), ("test", held_out), ("dev", held_out):
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
+    found = train_math.load_questions(settings(dataset=str(tmp_path), eval_size=1))
+    assert found == (sums(6), [{"question": "new?", "answer": "1"}])
     shown = capsys.readouterr().out
     assert "2 held-out questions are left out" in shown
     assert "these parts of the data are not used: dev" in shown
-    asked = [row["question"] for row in read(tmp_path / "run" / "eval_1.jsonl")]
-    assert asked == ["new?"]

@@ -426,27 +426,19 @@ class TestLogProbs:
             assert sizes == expected
             assert torch.allclose(chunks, whole, atol=1e-5)
 
-    def test_keep_the_end_token_if_it_is_also_the_pad_token(self):
-        end = pad = 0
-        batch = micro_batch([[5, 6], [5]], [[7, end], [8, 9, 7, end]])
-        assert batch.ids.tolist() == [[5, 6, 7, end, pad], [5, 8, 9, 7, end]]
-        assert batch.mask.tolist() == [[False, True, True, False], [True, True, True, True]]
-        assert batch.indices == [0, 1] and batch.old_log_probs is None and batch.extra == {}
-
-    def test_leave_out_what_a_tool_wrote_but_the_model_reads_it(self, tiny):
+    def test_leave_out_what_a_tool_wrote_but_the_model_reads_it(self, model):
         """The log-probs of the sampler stand where those of the update stand. Numbers are marks,
-        too."""
-        model, _ = tiny
+        too. The end token, 0, is kept although it is also the pad token."""
         is_sampled = [[1, 0, 1], [True]]
         sampled = torch.tensor([[-1.0, 0, -3], [-4, 0, 0]])
-        rollout = rollout_of([[5, 6], [5]], [[7, 8, 9], [7]], sampled, is_sampled)
+        rollout = rollout_of([[5, 6], [5]], [[7, 8, 0], [7]], sampled, is_sampled)
         batch = train_math.MicroBatch(rollout, torch.ones(2), [0, 1], "cpu")
+        assert batch.ids.tolist() == [[5, 6, 7, 8, 0], [5, 7, 0, 0, 0]]
         assert batch.mask.tolist() == [[False, True, False, True], [True] + [False] * 3]
         assert batch.sampler_log_probs.tolist() == [[0, -1, 0, -3], [-4, 0, 0, 0]]
         log_probs = train_math.response_log_probs(model, batch, 1.0)
-        everything = model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0].log_softmax(-1)
-        expected = torch.stack([torch.zeros(()), everything[1, 7], torch.zeros(()),
-                                everything[3, 9]])
+        everything = model(torch.tensor([[5, 6, 7, 8, 0]])).logits[0].log_softmax(-1)
+        expected = torch.tensor([0, everything[1, 7], 0, everything[3, 0]])
         assert torch.allclose(log_probs[0], expected, atol=1e-5)
 
     @pytest.mark.parametrize("lengths, tokens, shapes", [
