@@ -111,9 +111,9 @@ class TestBothSamplers:
                 second = (model(all_second).logits[:, -1] / temperature).softmax(-1)
             second = (first[:, None] * second)[words != ends].sum(0)  # of unfinished responses
             for t, exact in enumerate((first, second)):
-                drawn = torch.tensor([r[t] for r in responses[k * n : (k + 1) * n] if len(r) > t])
+                drawn = torch.tensor([r[t] for r in responses[k * n:(k + 1) * n] if len(r) > t])
                 seen = torch.bincount(drawn, minlength=len(words)) / n
-                rare = exact.argsort()[: len(words) // 2]  # a top_k or top_p would drop them
+                rare = exact.argsort()[:len(words) // 2]  # a top_k or top_p would drop them
                 for p, share in (exact, seen), (exact[rare].sum(), seen[rare].sum()):
                     off = ((share - p).abs() / (p * (1 - p) / n).sqrt()).max().item()
                     assert off < 5, f"prompt {k}, position {t}: {off:.1f} standard errors off"
@@ -165,7 +165,7 @@ class TestBothSamplers:
             ids = list(prompt)
             for _ in range(5):
                 ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
-            assert responses[2 * k : 2 * k + 2] == [ids[len(prompt) :]] * 2
+            assert responses[2 * k:2 * k + 2] == [ids[len(prompt):]] * 2
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
 
     def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(
@@ -180,15 +180,10 @@ class TestBothSamplers:
         static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         assert shapes == [(2, width), *[(16, 1)] * 11], "the shapes are fixed"
 
-    @pytest.mark.parametrize("ends, most, length, calls", [
-        (torch.arange(75), 100, 1, range(40)),
-        (torch.tensor([-1]), 50, 50, [50]),
-    ])
-    def test_the_static_one_stops_when_all_responses_have_ended(
-            self, model, prompts, shapes, ends, most, length, calls):
-        responses, _ = static_rollout(model, prompts, 2, most, 0.0, ends)
-        assert [len(response) for response in responses] == [length] * 4
-        assert len(shapes) in calls
+    def test_the_static_one_stops_when_all_responses_have_ended(self, model, prompts, shapes):
+        responses, _ = static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
+        assert [len(response) for response in responses] == [1] * 4
+        assert len(shapes) < 40
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
     def test_agree_on_a_gpu_where_the_static_one_replays_a_graph(self):
@@ -437,8 +432,9 @@ class TestLogProbs:
         assert batch.mask.tolist() == [[False, True, False, True], [True] + [False] * 3]
         assert batch.sampler_log_probs.tolist() == [[0, -1, 0, -3], [-4, 0, 0, 0]]
         log_probs = train_math.response_log_probs(model, batch, 1.0)
+        zero = torch.zeros(())
         everything = model(torch.tensor([[5, 6, 7, 8, 0]])).logits[0].log_softmax(-1)
-        expected = torch.tensor([0, everything[1, 7], 0, everything[3, 0]])
+        expected = torch.stack([zero, everything[1, 7], zero, everything[3, 0]])
         assert torch.allclose(log_probs[0], expected, atol=1e-5)
 
     @pytest.mark.parametrize("lengths, tokens, shapes", [
