@@ -102,7 +102,7 @@ def model_with(change):
 
 
 def long_question(folder):
-    questions = [*sums(3), {"question": "How many figs" + "?" * 600, "answer": "1"}, *sums(3)]
+    questions = [*sums(3), {"question": "How many figs" + "?" * 493, "answer": "1"}, *sums(3)]
     return ["--dataset", write_jsonl(folder / "q.jsonl", questions)]
 
 
@@ -139,7 +139,7 @@ BAD_INPUTS = {
         dataset("q.csv", "question,answer\nHow many?,1\n,2\nWho?,3\n"),
         ["row 2", "needs a question"]),
     "a parquet file that is none": (dataset("q.parquet", "text"), ["q.parquet", "arquet"]),
-    "a prompt that is too long": (long_question, ["512", "How many figs"]),
+    "a prompt that is too long": (long_question, ["up to 513 tokens", "How many figs"]),
     "a model folder that is not there": (flag("model", "no/where"), ["--model no/where "]),
     "a file as output_dir": (flag("output_dir", __file__), ["--output_dir", "bad_inputs.py: "]),
     "a model without its tokenizer": (no_tokenizer, ["chat_template"]),

@@ -255,16 +255,6 @@ def test_the_output_of_generate_gets_the_log_probs_of_single_texts(tiny):
             assert torch.allclose(together[i][mask[i]], alone, atol=1e-5)
 
 
-@pytest.fixture
-def responses():
-    """Lengths, packed log-probs, old log-probs (both (N,)) and advantages. Some are clipped."""
-    torch.manual_seed(0)
-    lengths = [3, 1, 5, 2]
-    old = -torch.rand(sum(lengths), dtype=torch.float64)
-    new = old + 1e-3 * torch.randn(len(old), dtype=torch.float64)
-    return lengths, new, old, torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
-
-
 def unpacked(x, lengths):
     code = block(PASTE, "x.split(lengths)")
     names = {"torch": torch, "x": x, "lengths": lengths}
@@ -273,8 +263,13 @@ def unpacked(x, lengths):
 
 
 @pytest.mark.parametrize("name", ["packed", "gspo_loss", "grpo_loss"])
-def test_packed_sequences_and_the_mean_over_all_tokens(responses, name):
-    lengths, new, old, advantages = responses
+def test_packed_sequences_and_the_mean_over_all_tokens(name):
+    """The log-probs of four responses stand one after the other. Some responses are clipped."""
+    torch.manual_seed(0)
+    lengths = [3, 1, 5, 2]
+    old = -torch.rand(sum(lengths), dtype=torch.float64)
+    new = old + 1e-3 * torch.randn(len(old), dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
     names = {
         "gspo_loss": gspo.grpo_loss if name == "grpo_loss" else gspo.gspo_loss,
         "log_probs": unpacked(new, lengths),
@@ -290,8 +285,7 @@ def test_packed_sequences_and_the_mean_over_all_tokens(responses, name):
         code = block(PASTE, "denominator=tokens")
     exec(code, names)
     expected = 0
-    parts = zip((new - old).split(lengths), advantages)
-    for log_ratio, advantage in parts:
+    for log_ratio, advantage in zip((new - old).split(lengths), advantages):
         if name != "grpo_loss":
             log_ratio = log_ratio.mean().expand(len(log_ratio))
         ratio = log_ratio.exp()

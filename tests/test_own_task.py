@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import datetime
-import gc
 import itertools
 import json
 import math
@@ -45,28 +44,21 @@ from tests.conftest import (
 
 
 class TestScore:
-    def test_gives_a_reward_copies_of_its_prompts_completions_and_all_columns(self):
+    @pytest.mark.parametrize("returned", [
+        (1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))])
+    def test_gives_a_reward_copies_of_all_columns_and_takes_any_sequence_of_numbers(
+            self, returned):
         rows = [{"question": "a?", "tags": [1]}, {"question": "b?", "tags": [2]}]
 
         def reward(prompts, completions, tags, **columns):
             assert (prompts, completions, tags) == (["a?", "b?"], ["x", "y"], [[1], [2]])
             assert columns == {"question": prompts}
             tags[0].clear()
-            return [1, 2]
+            return returned
 
         rewards = train_math.score(reward, rows, ["x", "y"])
-        assert rewards.tolist() == [1, 2] and rewards.dtype == torch.float32
+        assert rewards.tolist() == [1, 2.5] and rewards.dtype == torch.float32
         assert rows[0]["tags"] == [1]
-
-    @pytest.mark.parametrize("returned", [
-        (1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))])
-    def test_takes_any_sequence_of_numbers(self, returned):
-        rewards = train_math.score(lambda **columns: returned, sums(2), ["x", "y"])
-        assert rewards.tolist() == [1, 2.5]
-
-
-async def an_async_reward(prompts, completions, **columns):
-    return [1.0] * len(completions)
 
 
 def a_reward_that_raises(prompts, completions, **columns):
@@ -89,16 +81,13 @@ class TestAFaultyReward:
         line = self.line(command, tmp_path, faulty_reward)
         assert f"faulty_reward returned {value!r}" in line and "2 finite numbers" in line
 
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it was never awaited
     @pytest.mark.parametrize("reward, said", [
-        (an_async_reward, "an_async_reward returned <coroutine"),
         (a_reward_that_raises, f"in {__file__}, line {RAISES.co_firstlineno + 1}"),
         (a_reward_that_raises, "the reward a_reward_that_raises raised JSONDecodeError("),
         (lambda prompts, answers: [0.0], "unexpected keyword argument"),
     ])
-    def test_that_raises_or_is_async_is_named_too(self, command, tmp_path, reward, said):
+    def test_that_raises_is_named_too(self, command, tmp_path, reward, said):
         assert said in self.line(command, tmp_path, reward)
-        gc.collect()  # Python warns here, not after the tests, that nobody awaited it
 
     def line(self, command, tmp_path, reward):
         def generate(model, prompts, group_size, max_length, *rest):
