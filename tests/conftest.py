@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import pytest
@@ -140,6 +140,16 @@ def run(command, folder, *flags, reward=parity_reward):
     return read(folder / "metrics.jsonl")
 
 
+def execute(code, flags, folder, files):
+    """Run this program in this process, whose output goes into two files."""
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+    sys.argv = ["program", *map(str, flags)]
+    os.chdir(folder)
+    exec(code, {"__name__": "__main__"})
+
+
 def run_code(code, *flags, folder=TOP):
     """Runs this program with these flags in a copy of this process, which has done the imports, or
     in a new one where there is no fork (Windows).
@@ -151,25 +161,11 @@ def run_code(code, *flags, folder=TOP):
         return done.returncode, done.stdout, done.stderr
     with tempfile.TemporaryDirectory() as at:
         files = Path(at, "out"), Path(at, "err")
-        child = os.fork()
-        if child == 0:
-            code_of_exit = 1
-            try:
-                for number, file in enumerate(files, 1):
-                    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
-                sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))
-                sys.argv = ["program", *map(str, flags)]
-                os.chdir(folder)
-                exec(code, {"__name__": "__main__"})
-                code_of_exit = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code_of_exit)
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status), *(file.read_text() for file in files)
+        process = multiprocessing.get_context("fork").Process(
+            target=execute, args=(code, flags, folder, files))
+        process.start()
+        process.join()
+        return process.exitcode, *(file.read_text() for file in files)
 
 
 def one_line(main, *flags, **more):

@@ -5,7 +5,6 @@ Further tests of it are in test_answers, test_rollout, test_bad_inputs and test_
 
 import copy
 import dataclasses
-import datetime
 import itertools
 import json
 import math
@@ -96,11 +95,6 @@ class TestDataset:
         parts = {"train": sums(10)}
         assert load_questions("some/maths") == (sums(10)[:8], sums(10)[8:])
         assert asked == [("openai/gsm8k", "main"), ("some/maths", None)]
-
-    def test_may_have_dates_and_needs_no_answer_for_an_own_reward(self, tmp_path):
-        rows = [{"question": f"{i}?", "day": datetime.datetime(2024, 1, i)} for i in range(1, 6)]
-        write_rows(tmp_path / "train.parquet", rows)
-        assert sum(load_questions(tmp_path, parity_reward), []) == rows
 
 
 def brute_force_loss(algorithm, model, prompts, responses, advantages, old_log_probs, temperature):
