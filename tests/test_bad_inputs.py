@@ -124,6 +124,7 @@ BAD_INPUTS = {
         dataset("q.jsonl", '{"question": "?", "answer": "1"}\n5\n'), ["row 2", "5"]),
     "other names of columns": (
         dataset("q.jsonl", '{"problem": "?", "solution": "1"}\n'), ["row 1 needs a question"]),
+    "a list of numbers": (dataset("q.json", "[1, 2]"), ["q.json", "form"]),
     "a csv row with a cell too many": (
         dataset("q.csv", "question,answer\nHow many, then?,1\nWho?,2\n"), ["row 1", "form"]),
     "rows with other columns": (
