@@ -22,7 +22,6 @@ from common.logs import read
 from support.rewards import RewardError
 from support.sampling import check_rollout
 from tests.conftest import (
-    TOP,
     assert_same,
     at_call,
     block,
@@ -132,7 +131,8 @@ class TestAnAlgorithm:
         for module in train_math, gspo:
             shutil.copy(module.__file__, tmp_path)
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(TOP / "support", tmp_path / "support", ignore=ignored)
+        folder = os.path.dirname(support.runs.__file__)
+        shutil.copytree(folder, tmp_path / "support", ignore=ignored)
         (tmp_path / "own.py").write_text(OWN_ALGORITHM)
         rows = [{"question": f"有 {i}?", "level": i} for i in range(10)]
         data = write_jsonl(tmp_path / "own.jsonl", rows)
