@@ -1,13 +1,14 @@
 """Shared by the tests: a tiny model with random weights, a few questions, and one whole run."""
 
+import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,18 @@ def block(page, containing):
     return code
 
 
+def train(fresh, questions=8, held_out=0, reward=parity_reward, **more):
+    """The rows of a run of (model, tokenizer) on these questions, or on so many.
+
+    more: settings, and what train_math.train() has besides."""
+    names = {field.name for field in dataclasses.fields(train_math.Settings)}
+    changes = {name: more.pop(name) for name in names & set(more)}
+    if isinstance(questions, int):
+        questions = sums(questions)
+    return train_math.train(
+        settings(**changes), *fresh, questions, sums(held_out), reward=reward, **more)
+
+
 def encoded(tokenizer, questions=QUESTIONS):
     """The prompts of these questions, without an instruction."""
     return train_math.encode_prompts(tokenizer, questions, settings(instruction=""))
@@ -125,6 +138,16 @@ def run(command, folder, *flags, reward=parity_reward):
     """Run the script on the tiny model. Returns the rows of its log."""
     train_math.main([*command, "--output_dir", str(folder), *flags], reward)
     return read(folder / "metrics.jsonl")
+
+
+def execute(code, flags, folder, files):
+    """Run this program in this process, whose output goes into two files."""
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+    sys.argv = ["program", *map(str, flags)]
+    os.chdir(folder)
+    exec(code, {"__name__": "__main__"})
 
 
 def run_code(code, *flags, folder=TOP):
@@ -138,25 +161,11 @@ def run_code(code, *flags, folder=TOP):
         return done.returncode, done.stdout, done.stderr
     with tempfile.TemporaryDirectory() as at:
         files = Path(at, "out"), Path(at, "err")
-        child = os.fork()
-        if child == 0:
-            code_of_exit = 1
-            try:
-                for number, file in enumerate(files, 1):
-                    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
-                sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))
-                sys.argv = ["program", *map(str, flags)]
-                os.chdir(folder)
-                exec(code, {"__name__": "__main__"})
-                code_of_exit = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code_of_exit)
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status), *(file.read_text() for file in files)
+        process = multiprocessing.get_context("fork").Process(
+            target=execute, args=(code, flags, folder, files))
+        process.start()
+        process.join()
+        return process.exitcode, *(file.read_text() for file in files)
 
 
 def one_line(main, *flags, **more):
@@ -166,6 +175,26 @@ def one_line(main, *flags, **more):
     line = stop.value.code
     assert isinstance(line, str) and "\n" not in line.strip(), f"not one line: {line!r}"
     return line
+
+
+def refused(command, folder, *flags, reward=parity_reward, **parts):
+    """The one line with which the script ends if it writes to this folder."""
+    flags = [*command, "--output_dir", folder, *flags]
+    return one_line(train_math.main, *flags, reward=reward, **parts)
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def contents(folder):
+    """All files of the folder, for a comparison."""
+    return {path: path.read_bytes() for path in folder.rglob("*.*")}
+
+
+def weights_of(model):
+    """All weights of the model in one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def without_clocks(rows):
@@ -182,13 +211,9 @@ def assert_same(whole, folder):
     assert logs[0] == logs[1]
     evaluations = [{f.name: read(f) for f in x.glob("eval_*.jsonl")} for x in (whole, folder)]
     assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 4
-    before, after = (torch.load(f / "state.pt") for f in (whole, folder))
-    assert without_clocks(before["rows"]) == without_clocks(after["rows"])
-    for name, weight in before["model"].items():
-        assert torch.equal(weight, after["model"][name])
-    moments = [state["optimizer"]["state"].values() for state in (before, after)]
-    for a, b in zip(*moments, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    states = [torch.load(f / "state.pt") for f in (whole, folder)]
+    for part in "model", "optimizer":
+        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
     weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole, folder)]
     assert weights[0] == weights[1]
 
@@ -225,6 +250,17 @@ def tiny(fresh):
         for parameter in model.parameters():
             parameter.mul_(2)
     return model, tokenizer
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny[0]
+
+
+@pytest.fixture
+def prompts(tiny):
+    """Two prompts of different lengths for this model."""
+    return encoded(tiny[1])
 
 
 @pytest.fixture(scope="session")

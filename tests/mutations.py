@@ -41,18 +41,17 @@ KINDS = {
     "unary operator": ast.UnaryOp,
     "statement": (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If),
 }
-GPU = "only a GPU executes this line"
 EXPLAINED = {  # the changed line of a survivor, and why the tests cannot notice the change
     "torch.manual_seed(cfg.seed * 2000006 + step)": "any large factor keeps the seeds apart",
-    "uniform = 1 - torch.rand(len(probs), 1)": GPU,
+    "uniform = 1 - torch.rand(len(probs), 1)": "only a GPU executes this line",
     "n = max(len(updates), 1)": "max has no order",
+    "chunk_size = max(2 ** 22 // len(head.weight), 256)": "max has no order",
     "path.write_text(''.join(lines))": "on Linux, UTF-8 is the default",
     "logits = each(input_ids=ids, use_cache=False).logits": "only needs more memory",
     "return tokenizer.apply_chat_template(chats, add_generation_prompt=True, "
     "enable_thinking=False).input_ids": "in transformers 5, a dict is the default",
     "optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, "
     "fused=False)": "fused is only faster, and rounds differently",
-    "chunk_size = max(2 ** 22 // len(head.weight), 256)": "max has no order",
     "for t in tqdm(range(max_length), 'sampling, tokens', leave=False, delay=2):":
         "only the progress bar changes",
     "chunks.append(checkpoint(log_probs_of, *chunk, use_reentrant=False))":
@@ -119,12 +118,6 @@ def mutations(sources, seed):
             yield file, f"{file} {i}: {a.strip()}  ->  {b.strip()}", "\n".join(after)
 
 
-def copy_files(folder):
-    """Copies train_math.py and support/ to this folder."""
-    shutil.copy("train_math.py", folder)
-    shutil.copytree("support", Path(folder, "support"), ignore=shutil.ignore_patterns("*.pyc"))
-
-
 def run_tests(folder, log):
     """Run the tests in this process, which ends with them, on the files of the folder."""
     os.setsid()
@@ -149,7 +142,8 @@ def run_tests(folder, log):
 def outcome(file, source):
     """("survived", "caught" or "skipped", the test that failed) if this file has this source."""
     with tempfile.TemporaryDirectory() as folder:
-        copy_files(folder)
+        shutil.copy("train_math.py", folder)
+        shutil.copytree("support", f"{folder}/support", ignore=shutil.ignore_patterns("*.pyc"))
         Path(folder, file).write_text(source, encoding="utf-8")
         log = Path(folder, "log")
         process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, log))

@@ -9,13 +9,20 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
 
 import support.runs
 import train_math
-from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
-from tests.conftest import one_line, parity_reward, run, settings, sums, write_jsonl
+from tests.conftest import (
+    at_call,
+    names_in,
+    parity_reward,
+    refused,
+    settings,
+    sums,
+    train,
+    write_jsonl,
+)
 
 
 def old_setting(folder):
@@ -28,6 +35,11 @@ def old_setting(folder):
 
 def state_of_another_program(folder):
     torch.save([1, 2, 3], folder / "run" / "state.pt")
+    return []
+
+
+def half_a_state(folder):
+    (folder / "run" / "state.pt").write_bytes(b"PK")
     return []
 
 
@@ -89,30 +101,8 @@ def model_with(change):
     return prepare
 
 
-def damaged_weights(folder):
-    flags = model_with(lambda weights: None)(folder)
-    path = folder / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    return flags
-
-
-def a_file_as_output_dir(folder):
-    return ["--output_dir", write_jsonl(folder / "file.jsonl", sums(3))]
-
-
-def encoder_decoder(folder):
-    config = T5Config(vocab_size=80, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    T5ForConditionalGeneration(config).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    return ["--model", str(folder / "model")]
-
-
-def a_file_as_model(folder):
-    return ["--model", write_jsonl(folder / "m.jsonl", sums(3))]
-
-
 def long_question(folder):
-    questions = [*sums(3), {"question": "How many figs" + "?" * 600, "answer": "1"}, *sums(3)]
+    questions = [*sums(3), {"question": "How many figs" + "?" * 493, "answer": "1"}, *sums(3)]
     return ["--dataset", write_jsonl(folder / "q.jsonl", questions)]
 
 
@@ -120,7 +110,6 @@ BAD_INPUTS = {
     "a device that this machine lacks": (flag("device", "mps"), ["--device mps"]),
     "a dataset file that is not there": (
         flag("dataset", "nowhere.csv"), ["nowhere.csv", "no such file"]),
-    "a dataset folder that is not there": (flag("dataset", "no/such/folder"), ["no/such/folder"]),
     "a folder without a train file": (
         dataset("data/test.jsonl", rows()), ["there is no train part with rows", "{'test': 3}"]),
     "a line that is not JSON": (
@@ -130,14 +119,9 @@ BAD_INPUTS = {
         ["q.csv", "not in UTF-8. Save it as 'CSV UTF-8'"]),
     "a file with semicolons": (
         dataset("q.csv", "question;answer\nWie, was?;1\n"), ["q.csv", "Save it with commas"]),
-    "a spreadsheet that is not there": (flag("dataset", "no.xlsx"), ["there is no such file"]),
     "a file of another kind": (dataset("q.txt", rows()), ["must end in .jsonl, .json, .csv"]),
-    "an empty file": (dataset("q.csv", ""), ["q.csv", "no train part with rows", "{'train': 0}"]),
     "a number instead of a row": (
         dataset("q.jsonl", '{"question": "?", "answer": "1"}\n5\n'), ["row 2", "5"]),
-    "a row without an answer": (dataset("q.jsonl", rows({"question": "?"})), ["row 4 "]),
-    "no question": (dataset("q.jsonl", '{"answer": "#### 1"}\n'), ["row 1 "]),
-    "a number as question": (dataset("q.jsonl", '{"question": 1, "answer": "1"}\n'), ["row 1 "]),
     "other names of columns": (
         dataset("q.jsonl", '{"problem": "?", "solution": "1"}\n'), ["row 1 needs a question"]),
     "a list of numbers": (dataset("q.json", "[1, 2]"), ["q.json", "form"]),
@@ -147,21 +131,16 @@ BAD_INPUTS = {
         dataset("q.jsonl", rows({"question": "?", "answer": "1", "level": 2})),
         ["row 4 has other columns than row 1", "level"]),
     "two files of one part": (two_files_of_one_part, ["train.csv", "train.jsonl"]),
-    "a folder without any data": (flag("dataset", "run"), ["--dataset run"]),
     "a state of another version": (old_setting, ["old_flag"]),
     "a state of another program": (state_of_another_program, ["state.pt cannot be read"]),
-    "a header without rows": (
-        dataset("q.csv", "question,answer\n"), ["q.csv", "no train part with rows"]),
+    "a damaged state": (half_a_state, ["--output_dir", "state.pt cannot be read"]),
     "an empty cell": (
         dataset("q.csv", "question,answer\nHow many?,1\n,2\nWho?,3\n"),
         ["row 2", "needs a question"]),
     "a parquet file that is none": (dataset("q.parquet", "text"), ["q.parquet", "arquet"]),
-    "a prompt that is too long": (long_question, ["512", "How many figs"]),
+    "a prompt that is too long": (long_question, ["up to 513 tokens", "How many figs"]),
     "a model folder that is not there": (flag("model", "no/where"), ["--model no/where "]),
-    "an empty model folder": (flag("model", "run"), ["--model run "]),
-    "damaged weights": (damaged_weights, ["--model", "/model "]),
-    "a file as output_dir": (a_file_as_output_dir, ["--output_dir", "file.jsonl: "]),
-    "a file as the model": (a_file_as_model, ["--model", "m.jsonl"]),
+    "a file as output_dir": (flag("output_dir", __file__), ["--output_dir", "bad_inputs.py: "]),
     "a model without its tokenizer": (no_tokenizer, ["chat_template"]),
     "a model with a chat template and no tokenizer": (
         only_a_template, ["tokenizer files are missing"]),
@@ -171,13 +150,10 @@ BAD_INPUTS = {
     "a weight that is NaN": (
         model_with(lambda weights: weights["model.norm.weight"].fill_(float("nan"))),
         ["--model", "not finite"]),
-    "an encoder and decoder": (encoder_decoder, ["--model", "T5Config"]),
     "a full disk": (full_disk, ["partial", "is the disk full?"]),
 }
 
 BAD_ANSWERS = {  # for the default reward
-    "no answers at all": (dataset("q.jsonl", '{"question": "?"}\n'), ["row 1 "]),
-    "a word as answer": (dataset("q.jsonl", rows({"question": "?", "answer": "none"})), ["row 4 "]),
     "a fraction": (dataset("q.jsonl", rows({"question": "?", "answer": "1/2"})), ["row 4 "]),
 }
 BAD_PARTS = {
@@ -185,27 +161,29 @@ BAD_PARTS = {
     "one response too few": (
         {"generate": lambda *arguments: [part[:-1] for part in train_math.generate(*arguments)]},
         ["the sampler must return 1 responses to each of 2 questions", "'responses': 1"]),
+    "no network": (
+        {"load": at_call(1, None, ConnectionError("Couldn't reach the Hub"))},
+        ["Couldn't reach the Hub", "Without a network, use --model FOLDER and --dataset FILE"]),
+    "too little memory": (
+        {"generate": at_call(1, None, torch.OutOfMemoryError("CUDA out of memory."))},
+        ["CUDA out of memory", "--micro_batch_tokens", "--rollout_rows"]),
 }
-def assert_named(words, *flags, reward=parity_reward, **parts):
-    line = one_line(train_math.main, *flags, reward=reward, **parts)
-    for word in words:
-        assert word in line
 
 
-@pytest.mark.parametrize("name", [*BAD_INPUTS, *BAD_ANSWERS])
-def test_bad_input_ends_in_one_line(command, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", [*BAD_INPUTS, *BAD_ANSWERS, *BAD_PARTS])
+def test_bad_input_or_a_bad_part_ends_in_one_line(command, tmp_path, monkeypatch, name):
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
-    prepare, words = {**BAD_INPUTS, **BAD_ANSWERS}[name]
-    reward = train_math.correctness_reward if name in BAD_ANSWERS else parity_reward
-    flags = [*command, "--output_dir", tmp_path / "run", *prepare(tmp_path)]
-    assert_named(words, *flags, reward=reward)
-
-
-@pytest.mark.parametrize("name", BAD_PARTS)
-def test_bad_part_ends_in_one_line(command, tmp_path, name):
-    parts, words = BAD_PARTS[name]
-    assert_named(words, *command, "--output_dir", tmp_path / "run", **parts)
+    prepare, words = {**BAD_INPUTS, **BAD_ANSWERS, **BAD_PARTS}[name]
+    parts = {"reward": train_math.correctness_reward if name in BAD_ANSWERS else parity_reward}
+    flags = []
+    if name in BAD_PARTS:
+        parts |= prepare
+    else:
+        flags = prepare(tmp_path)
+    line = refused(command, tmp_path / "run", *flags, **parts)
+    for word in words:
+        assert word in line
 
 
 def test_a_wrong_name_of_a_part_is_answered_with_the_right_ones(command, fresh):
@@ -213,7 +191,7 @@ def test_a_wrong_name_of_a_part_is_answered_with_the_right_ones(command, fresh):
     with pytest.raises(TypeError, match=words):
         train_math.main(command, loss=parity_reward)
     with pytest.raises(TypeError, match=words):
-        train_math.train(settings(), *fresh, sums(8), loss=parity_reward)
+        train(fresh, loss=parity_reward)
 
 
 @pytest.mark.parametrize("loss, error, words", [
@@ -227,28 +205,24 @@ def test_a_wrong_loss_is_noticed_before_any_step(
     own_loss(loss)
     with pytest.raises(error, match=words):
         train_math.main([*command, "--output_dir", str(tmp_path / "run")], parity_reward)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"lock"}
+    assert names_in(tmp_path / "run") == {"lock"}
 
 
 @pytest.mark.parametrize("name", ["q.csv", "q.jsonl"])
-def test_a_file_may_begin_with_the_byte_order_mark_of_windows(tmp_path, name):
-    text = {"q.csv": "question,answer\n1+1?,2\n"}.get(name, rows())
+def test_a_file_may_have_the_byte_order_mark_of_windows_and_blank_lines(tmp_path, name):
+    text = "question,answer\n1+1?,2\n" if name == "q.csv" else rows() + "\n  \n"
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
     questions, _ = train_math.load_questions(settings(dataset=str(tmp_path / name), eval_size=0))
-    assert questions[0]["answer"] in ("2", "#### 0")
+    assert questions == ([{"question": "1+1?", "answer": "2"}] if name == "q.csv" else sums(3))
 
 
-def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(command, tmp_path, capsys):
-    (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "train.jsonl", sums(6))
+def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(tmp_path, capsys):
     held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
     held_out[0]["question"] += " "
-    write_jsonl(tmp_path / "data" / "test.jsonl", held_out)
-    write_jsonl(tmp_path / "data" / "dev.jsonl", held_out)
-    flags = ["--max_steps", "1", "--eval_size", "1"]
-    run(command, tmp_path / "run", "--dataset", str(tmp_path / "data"), *flags)
+    for name, part in ("train", sums(6)), ("test", held_out), ("dev", held_out):
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
+    found = train_math.load_questions(settings(dataset=str(tmp_path), eval_size=1))
+    assert found == (sums(6), [{"question": "new?", "answer": "1"}])
     shown = capsys.readouterr().out
     assert "2 held-out questions are left out" in shown
     assert "these parts of the data are not used: dev" in shown
-    asked = [row["question"] for row in read(tmp_path / "run" / "eval_1.jsonl")]
-    assert asked == ["new?"]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import train_math
 from support import cuda_sampling
 from support.sampling import dynamic_rollout
-from tests.conftest import encoded, parity_reward, settings, sums
+from tests.conftest import encoded, settings, sums, train
 from tests.test_rollout import FREQUENT_ENDS, THREE, model_of
 
 aten = torch.ops.aten
@@ -113,9 +113,7 @@ def test_a_replayed_graph_gives_the_tokens_of_the_dynamic_sampler(graphs, kind):
         assert len(found) == 14 and its_log_probs.isfinite().all()
 
 
-def test_each_replay_draws_fresh_numbers_and_a_seed_repeats_them(graphs, tiny):
-    model, tokenizer = tiny
-    prompts = encoded(tokenizer)
+def test_each_replay_draws_fresh_numbers_and_a_seed_repeats_them(graphs, model, prompts):
     runs = []
     for seed in 0, 0, 1:
         torch.manual_seed(seed)
@@ -126,7 +124,7 @@ def test_each_replay_draws_fresh_numbers_and_a_seed_repeats_them(graphs, tiny):
 
 def test_a_run_whose_responses_come_from_graphs_has_exact_ratios(graphs, fresh, pretend_cuda):
     pretend_cuda(fresh[0])
-    rows = train_math.train(settings(max_steps=2), *fresh, sums(8), sums(2), reward=parity_reward)
+    rows = train(fresh, held_out=2, max_steps=2)
     for row in rows[1:]:
         assert row["log_ratio_first_max"] == 0 and 1e-6 < row["sampler_gap"] < 1e-2
         assert "notes" not in row
@@ -157,36 +155,26 @@ def test_a_precision_that_has_failed_is_not_tried_again(graphs, fresh, pretend_c
     (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), torch.OutOfMemoryError),
     (RuntimeError("CUDA error: operation not permitted when stream is capturing"), ValueError),
+    (RuntimeError("a value was read while a stream is capturing"), None),
 ])
-def test_a_recording_that_breaks_cuda_ends_the_run(graphs, tiny, monkeypatch, error, raised):
+def test_a_recording_that_fails_ends_the_run_or_falls_back_if_cuda_is_intact(
+        graphs, model, prompts, monkeypatch, capsys, error, raised):
     @contextlib.contextmanager
     def fails(graph):
         with record(graph):
             yield
         raise error
 
-    model, tokenizer = tiny
-    arguments = encoded(tokenizer), 2, 5, 0.0, torch.tensor([-1])
+    arguments = model, prompts, 2, 20, 0.0, torch.tensor([-1])
     monkeypatch.setattr(torch.cuda, "graph", fails)
-    with pytest.raises(raised):
-        cuda_sampling.static_rollout(model, *arguments)
-
-
-def test_a_recording_of_a_model_that_reads_a_value_falls_back(graphs, tiny, monkeypatch, capsys):
-    model, tokenizer = tiny
-    arguments = encoded(tokenizer), 2, 20, 0.0, torch.tensor([-1])
-    original = cuda_sampling.next_logits
-
-    def reads(*inputs):
-        logits = original(*inputs)
-        assert logits.sum().item() < 1e9
-        return logits
-
-    monkeypatch.setattr(cuda_sampling, "next_logits", reads)
-    for _ in range(2):
-        responses = cuda_sampling.static_rollout(model, *arguments)[0]
-        assert [len(response) for response in responses] == [20] * 4 and Graph.replays == 0
-    assert capsys.readouterr().out.count("note: sampling without a CUDA graph") == 1
+    if raised:
+        with pytest.raises(raised):
+            cuda_sampling.static_rollout(*arguments)
+    else:
+        expected, _ = dynamic_rollout(*arguments)
+        for _ in range(2):
+            assert cuda_sampling.static_rollout(*arguments)[0] == expected
+        assert capsys.readouterr().out.count("note: sampling without a CUDA graph") == 1
 
 
 @pytest.mark.parametrize("gib, tokens", [

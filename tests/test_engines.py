@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import train_math
+from common.tiny_model import tiny_model, tiny_tokenizer
 from gspo import gspo_loss, token_log_probs
-from tests.conftest import TOP, block
+from tests.conftest import TOP, block, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -124,27 +125,18 @@ def run_block(containing, **names):
 
 # ---- TRL -----------------------------------------------------------------------------------------
 
-VOCABULARY = ["<pad>", "<end>", "<unk>", "####", *map(str, range(10))]
+VOCABULARY = ["####", *"0123456789"]
 
 
-def tiny_qwen3():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True))
-
-
-def tiny_tokenizer():
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    ids = {word: i for i, word in enumerate(VOCABULARY)}
-    core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>",
-                                   unk_token="<unk>")
+def tiny():
+    """(model, tokenizer). A model this small must vary more than that of the lesson, or else its
+    gradients are too small to compare."""
+    tokenizer = tiny_tokenizer(VOCABULARY)
+    model = tiny_model(tokenizer, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    return model.train(), tokenizer
 
 
 def trl_config(folder, **more):
@@ -220,7 +212,8 @@ def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, masked
                 "padded": (inputs["prompt_mask"] == 0).any().item()})
 
     rewards = [train_math.correctness_reward, form_reward]
-    trainer = Both(tiny_qwen3(), rewards, config, questions(), processing_class=tiny_tokenizer())
+    model, tokenizer = tiny()
+    trainer = Both(model, rewards, config, questions(), processing_class=tokenizer)
     trainer.train()
     assert len(seen) >= 48 and max(s["norm"] for s in seen) > 0.1
     assert max(s["lengths"] for s in seen) > 1 and any(s["padded"] for s in seen)
@@ -239,9 +232,8 @@ def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     import datasets
     import transformers
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    for part in (tiny_qwen3().bfloat16(), tokenizer):
+    model, tokenizer = tiny()
+    for part in model.bfloat16(), tokenizer:
         part.save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     asked = []
@@ -277,17 +269,13 @@ def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
         assert p.dtype == torch.float32 and not torch.equal(p.detach().cpu(), before[name])
 
 
-def length_reward(completions, **columns):
-    return [float(len(text)) for text in completions]
-
-
 @pytest.mark.parametrize("name", ["beta", "aux_loss_enabled", "_entropy_bonus_enabled",
                                   "importance_sampling_ratio"])
 def test_our_loss_in_trl_says_what_it_leaves_out(tmp_path, name):
     pytest.importorskip("trl")
+    model, tokenizer = tiny()
     trainer = run_block("class GSPOTrainer")["GSPOTrainer"](
-        tiny_qwen3(), length_reward, trl_config(tmp_path), questions(),
-        processing_class=tiny_tokenizer())
+        model, form_reward, trl_config(tmp_path), questions(), processing_class=tokenizer)
     inputs = {}
     if name == "importance_sampling_ratio":
         inputs[name] = None
@@ -314,7 +302,7 @@ def train_on_given_completions(output):
             for prompt in map(tuple, prompt_ids):
                 count[prompt] = count.get(prompt, 0) + 1
                 rng = random.Random(f"{prompt} {count[prompt]} {self.state.global_step}")
-                text = rng.choices(range(3, len(VOCABULARY)), k=rng.randrange(1, 8))
+                text = rng.choices(range(3, 3 + len(VOCABULARY)), k=rng.randrange(1, 8))
                 completions.append(text + [1])
                 lengths.add(len(completions[-1]))
             return completions, None
@@ -326,14 +314,13 @@ def train_on_given_completions(output):
         f"{output}-runs", per_device_train_batch_size=8 // ranks, gradient_accumulation_steps=1,
         max_steps=6, steps_per_generation=1, optim="sgd", learning_rate=0.3,
         lr_scheduler_type="constant", logging_steps=1)
-    model = tiny_qwen3()
-    before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-    trainer = Given(model, reward, config, questions(), processing_class=tiny_tokenizer())
+    model, tokenizer = tiny()
+    before = weights_of(model)
+    trainer = Given(model, reward, config, questions(), processing_class=tokenizer)
     trainer.train()
     assert trainer.accelerator.num_processes == ranks and len(lengths) > 3
     if trainer.accelerator.is_main_process:
-        moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
-        torch.save(moved, output)
+        torch.save(weights_of(model) - before, output)
 
 
 def test_two_processes_of_trl_equal_one(tmp_path):

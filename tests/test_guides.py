@@ -1,6 +1,7 @@
 """The recipes of guides/, beyond that their blocks run: what they compute is right. The recipes
 with a loss, a sampler or a state of their own are in test_recipes.py."""
 import copy
+import functools
 import http.server
 import io
 import json
@@ -15,7 +16,7 @@ import gspo
 import train_math
 from common.intervals import paired
 from common.logs import read, read_packed
-from tests.conftest import TOP, block, check, parity_reward, run, settings, sums
+from tests.conftest import TOP, block, check, parity_reward, run, train, weights_of
 
 OWN_TASK = "guides/own_task.md"
 PASTE = "guides/paste.md"
@@ -33,8 +34,7 @@ def names_of(page, containing, **names):
 
 def test_several_rewards_are_logged(fresh):
     reward = names_of(OWN_TASK, "log_metric")["reward"]
-    questions = [{"question": f"{i}?", "answer": str(i)} for i in range(8)]
-    rows = train_math.train(settings(max_steps=1), *fresh, questions, questions[:2], reward=reward)
+    rows = train(fresh, held_out=2, reward=reward, max_steps=1)
     for row, prefix in (rows[0], "eval_"), (rows[1], ""), (rows[1], "eval_"):
         accuracy = row[f"{prefix}accuracy"]
         assert row[f"{prefix}short"] == 1
@@ -50,12 +50,11 @@ def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
         log_metric("lengths", lengths)
         return [0.01 * length - 0.5 * is_cut for length, is_cut in zip(lengths, cut)]
 
-    cfg = settings(max_steps=2, max_completion_length=60)
-    rows = train_math.train(cfg, *fresh, sums(8), sums(2), reward=reward)
+    rows = train(fresh, held_out=2, reward=reward, max_steps=2, max_completion_length=60)
     for texts, ids, cut in seen:
         assert texts == fresh[1].batch_decode(ids, skip_special_tokens=True)
-        assert cut == [len(response) == cfg.max_completion_length for response in ids]
-    assert any(any(cut) for _, _, cut in seen) and not all(all(cut) for _, _, cut in seen)
+        assert cut == [len(response) == 60 for response in ids]
+    assert {True, False} == {is_cut for _, _, cut in seen for is_cut in cut}
     assert rows[2]["eval_lengths"] == [len(response) for response in seen[-1][1]]
 
 
@@ -95,9 +94,9 @@ def test_math_verify_accepts_fractions():
     assert reward([""], [r"\boxed{42\,000}"], ["42000"]) == [0]  # the page says so
 
 
-@pytest.fixture
-def system_run(world, command, tmp_path, monkeypatch):
-    """The folder runs/math of a run with a system prompt. The chat template shows everything."""
+def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(
+        world, command, tmp_path, monkeypatch, capsys):
+    """Of a run with a system prompt. The chat template shows everything."""
     model, tokenizer = train_math.load(str(world / "model"), "cpu")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
@@ -107,16 +106,11 @@ def system_run(world, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "math"
     flags = ["--model", str(tmp_path / "start"), "--system", "Be brief.", "--max_steps", "1"]
-    run(command, folder, *flags, reward=train_math.correctness_reward)
-    return folder
-
-
-def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(system_run, capsys):
+    rows = run(command, folder, *flags, reward=train_math.correctness_reward)
     names = names_of(OWN_TASK, "train_math.evaluate(")
     row = names["row"]
-    of_run = read(system_run / "metrics.jsonl")[-1]
-    assert row["eval_reward"] == of_run["eval_reward"] and row["eval_questions"] == 4
-    assert row["eval_results"] == read(system_run / "eval_1.jsonl")
+    assert row["eval_reward"] == rows[-1]["eval_reward"] and row["eval_questions"] == 4
+    assert row["eval_results"] == read(folder / "eval_1.jsonl")
     assert capsys.readouterr().out.splitlines()[-1] == str(row["eval_reward"])
     page = (TOP / OWN_TASK).read_text(encoding="utf-8")
     asked = json.loads(re.search(r"such as\s`(\[{.*?}\])`", page, re.DOTALL)[1])
@@ -135,12 +129,11 @@ def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeyp
         odd = parity_reward(prompts, completions)
         return [0.3 if value else 0.1 for value in odd]
 
-    cfg = settings(max_steps=6, group_size=3)
     equal = []
     for parts in {}, {"sample": sample}:
         seen.clear()
-        model = copy.deepcopy(fresh[0])
-        rows = train_math.train(cfg, model, fresh[1], sums(8), sums(2), reward=reward, **parts)
+        copied = copy.deepcopy(fresh)
+        rows = train(copied, held_out=2, reward=reward, max_steps=6, group_size=3, **parts)
         equal.append(sum(row["equal_reward_groups"] for row in rows[1:]) / 6)
         assert all(row["log_ratio_first_max"] in (0, None) for row in rows[1:])
     assert [len(prompts) for prompts in seen[:4]] == [2, 2, 24, 12]  # first an evaluation
@@ -189,53 +182,45 @@ def engine(fresh):
 
 def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, engine):
     generate = names_of(OWN_TASK, "engine_at")["engine_at"](engine.url)
-    cfg = settings(max_steps=3)
-    parts = {"reward": parity_reward, "generate": generate}
-    rows = train_math.train(cfg, *fresh, sums(8), sums(2), **parts)
+    rows = train(fresh, held_out=2, generate=generate, max_steps=3)
     assert all(row["sampler_gap"] < 1e-6 for row in rows[1:])
     assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
     engine.takes_weights = False
-    rows = train_math.train(cfg, *fresh, sums(8), **parts)
+    rows = train(fresh, generate=generate, max_steps=3)
     assert rows[3]["sampler_gap"] > 1e-3
 
 
-def test_an_engine_in_half_precision_passes_the_trial(fresh, engine):
+def test_an_engine_in_half_precision_passes_the_trial_and_another_model_does_not(fresh, engine):
     engine.dtype = torch.bfloat16
     generate = names_of(OWN_TASK, "engine_at")["engine_at"](engine.url)
-
-    def another_model(*arguments):
-        responses, log_probs = generate(*arguments)
-        return responses, log_probs - 1
-
     check(*fresh, generate=generate)
+    engine.takes_weights = False
+    engine.model.lm_head.weight.data.mul_(20)
     with pytest.raises(ValueError, match="eight sampled tokens differ"):
-        check(*fresh, generate=another_model)
+        check(*fresh, generate=generate)
 
 
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
     """Gradient checkpointing keeps less for the backward pass, and changes no number."""
     recipe = names_of(OWN_TASK, "gradient_checkpointing_enable")
-    weights = []
+    before, _ = train_math.load(str(world / "model"), "cpu")
+    weights = [weights_of(before)]
     kept = []
-    for load, parts in [(train_math.load, {}), (recipe["load"], {
-            "response_log_probs": recipe["response_log_probs"]})]:
-        model, tokenizer = load(str(world / "model"), "cpu")
-        numbers = 0
+    for parts in vars(train_math), recipe:
+        model, tokenizer = parts["load"](str(world / "model"), "cpu")
+        sizes = []
 
-        def count(x):
-            nonlocal numbers
-            numbers += x.numel()
+        def count(x, sizes=sizes):
+            sizes.append(x.numel())
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            rows = train_math.train(settings(max_steps=2), model, tokenizer, sums(8),
-                                    reward=parity_reward, **parts)
+            rows = train((model, tokenizer), max_steps=2,
+                         response_log_probs=parts["response_log_probs"])
         assert rows[-1]["log_ratio_first_max"] == 0 and not model.training
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        kept.append(numbers)
-    before, _ = train_math.load(str(world / "model"), "cpu")
-    assert torch.equal(*weights)
-    assert not torch.equal(weights[0], torch.cat([p.flatten() for p in before.parameters()]))
+        weights.append(weights_of(model))
+        kept.append(sum(sizes))
+    assert torch.equal(weights[1], weights[2]) and not torch.equal(weights[0], weights[1])
     assert kept[1] < kept[0] / 2
 
 
@@ -270,16 +255,6 @@ def test_the_output_of_generate_gets_the_log_probs_of_single_texts(tiny):
             assert torch.allclose(together[i][mask[i]], alone, atol=1e-5)
 
 
-@pytest.fixture
-def responses():
-    """Lengths, packed log-probs, old log-probs (both (N,)) and advantages. Some are clipped."""
-    torch.manual_seed(0)
-    lengths = [3, 1, 5, 2]
-    old = -torch.rand(sum(lengths), dtype=torch.float64)
-    new = old + 1e-3 * torch.randn(len(old), dtype=torch.float64)
-    return lengths, new, old, torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
-
-
 def unpacked(x, lengths):
     code = block(PASTE, "x.split(lengths)")
     names = {"torch": torch, "x": x, "lengths": lengths}
@@ -287,44 +262,34 @@ def unpacked(x, lengths):
     return names["log_probs"]
 
 
-def clipped(ratio, advantage):
-    return min(ratio * advantage, min(max(ratio, 1 - 3e-4), 1 + 4e-4) * advantage)
-
-
-def test_packed_sequences(responses):
-    lengths, new, old, advantages = responses
-    mask = unpacked(torch.ones_like(new, dtype=torch.bool), lengths)
-    loss = gspo.gspo_loss(unpacked(new, lengths), unpacked(old, lengths), advantages, mask)
-    expected = 0
-    start = 0
-    for length, advantage in zip(lengths, advantages.tolist()):
-        part = slice(start, start + length)
-        ratio = ((new[part] - old[part]).sum() / length).exp().item()
-        expected -= clipped(ratio, advantage) / len(lengths)
-        start += length
-    assert loss.item() == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", ["gspo_loss", "grpo_loss"])
-def test_the_mean_over_all_tokens(responses, name):
-    lengths, new, old, advantages = responses
-    code = block(PASTE, "denominator=tokens")
+@pytest.mark.parametrize("name", ["packed", "gspo_loss", "grpo_loss"])
+def test_packed_sequences_and_the_mean_over_all_tokens(name):
+    """The log-probs of four responses stand one after the other. Some responses are clipped."""
+    torch.manual_seed(0)
+    lengths = [3, 1, 5, 2]
+    old = -torch.rand(sum(lengths), dtype=torch.float64)
+    new = old + 1e-3 * torch.randn(len(old), dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
     names = {
-        "gspo_loss": lambda *arguments, denominator: getattr(gspo, name)(
-            *arguments, 3e-4, 4e-4, denominator=denominator),
+        "gspo_loss": gspo.grpo_loss if name == "grpo_loss" else gspo.gspo_loss,
         "log_probs": unpacked(new, lengths),
         "old_log_probs": unpacked(old, lengths),
         "mask": unpacked(torch.ones_like(new), lengths),
         "advantages": advantages,
         "tokens": sum(lengths),
     }
+    names["gspo_loss"] = functools.partial(names["gspo_loss"], eps_low=3e-4, eps_high=4e-4)
+    if name == "packed":
+        code = "loss = gspo_loss(log_probs, old_log_probs, advantages, mask)"
+    else:
+        code = block(PASTE, "denominator=tokens")
     exec(code, names)
     expected = 0
-    start = 0
-    for length, advantage in zip(lengths, advantages.tolist()):
-        log_ratio = new[start:start + length] - old[start:start + length]
-        if name == "gspo_loss":
-            log_ratio = log_ratio.mean().expand(length)
-        expected -= sum(clipped(ratio, advantage) for ratio in log_ratio.exp().tolist())
-        start += length
-    assert names["loss"].item() == pytest.approx(expected / sum(lengths), abs=1e-9)
+    for log_ratio, advantage in zip((new - old).split(lengths), advantages):
+        if name != "grpo_loss":
+            log_ratio = log_ratio.mean().expand(len(log_ratio))
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
+        objective = torch.minimum(ratio * advantage, clipped * advantage)
+        expected -= objective.mean() / 4 if name == "packed" else objective.sum() / sum(lengths)
+    assert names["loss"].item() == pytest.approx(expected.item(), abs=1e-9)

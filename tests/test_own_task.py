@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import datetime
-import gc
 import itertools
 import json
 import math
@@ -15,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from filelock import FileLock
 
 import gspo
 import support.runs
@@ -24,114 +22,79 @@ from common.logs import read
 from support.rewards import RewardError
 from support.sampling import check_rollout
 from tests.conftest import (
-    TOP,
     assert_same,
     at_call,
     block,
     check,
     constant_reward,
-    one_line,
+    contents,
+    names_in,
     parity_reward,
+    refused,
     rollout_of,
     run,
     settings,
     sums,
+    train,
+    weights_of,
     without_clocks,
     write_jsonl,
 )
 
 
 class TestScore:
-    def test_gives_a_reward_its_prompts_completions_and_all_columns(self):
-        questions = [{"question": "a?", "level": 1}, {"question": "b?", "level": 2}]
-        asked = []
-
-        def reward(prompts, completions, level, **columns):
-            asked.append((prompts, completions, level, columns))
-            return [1, 2, 3, 4]
-
-        rows = [row for row in questions for _ in range(2)]
-        rewards = train_math.score(reward, rows, ["w", "x", "y", "z"])
-        assert rewards.tolist() == [1, 2, 3, 4] and rewards.dtype == torch.float32
-        prompts = ["a?", "a?", "b?", "b?"]
-        assert asked == [(prompts, ["w", "x", "y", "z"], [1, 1, 2, 2], {"question": prompts})]
-
     @pytest.mark.parametrize("returned", [
         (1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))])
-    def test_takes_any_sequence_of_numbers(self, returned):
-        rewards = train_math.score(lambda **columns: returned, sums(2), ["x", "y"])
-        assert rewards.tolist() == [1, 2.5]
+    def test_gives_a_reward_copies_of_all_columns_and_takes_any_sequence_of_numbers(
+            self, returned):
+        rows = [{"question": "a?", "tags": [1]}, {"question": "b?", "tags": [2]}]
 
+        def reward(prompts, completions, tags, **columns):
+            assert (prompts, completions, tags) == (["a?", "b?"], ["x", "y"], [[1], [2]])
+            assert columns == {"question": prompts}
+            tags[0].clear()
+            return returned
 
-async def an_async_reward(prompts, completions, **columns):
-    return [1.0] * len(completions)
+        rewards = train_math.score(reward, rows, ["x", "y"])
+        assert rewards.tolist() == [1, 2.5] and rewards.dtype == torch.float32
+        assert rows[0]["tags"] == [1]
 
 
 def a_reward_that_raises(prompts, completions, **columns):
     return json.loads("no JSON")  # raises in json, but this line is named
 
 
-class Judge:
-    def __call__(self, prompts, completions, **columns):
-        return None
-
-
-def a_reward_that_returns(value):
-    """A reward that returns this, or, if it is a function, what this makes of the texts."""
-
-    def faulty_reward(prompts, completions, **columns):
-        return value(completions) if callable(value) else value
-
-    return faulty_reward
-
-
-FAULTY_REWARDS = {
-    "one NaN": (lambda texts: [0.0] * (len(texts) - 1) + [math.nan], "[0.0, nan]"),
-    "inf": (lambda texts: [-math.inf] * len(texts), "[-inf, -inf]"),
-    "None": (None, "None"),
-    "None for each text": (lambda texts: [None] * len(texts), "[None, None]"),
-    "one number": (1.0, "1.0"),
-    "one number too few": (lambda texts: [1.0] * (len(texts) - 1), "[1.0]"),
-    "one number too many": (lambda texts: [1.0] * (len(texts) + 1), "[1.0, 1.0, 1.0]"),
-    "texts": (lambda texts: ["good"] * len(texts), "['good', 'good']"),
-    "a dict": (lambda texts: {0: 1.0, 1: 0.0}, "{0: 1.0, 1: 0.0}"),
-    "a text of digits": (lambda texts: "01", "'01'"),
-    "a set": (lambda texts: {0.0, 1.0}, "{0.0, 1.0}"),
-    "a list for each text": (lambda texts: [[1.0]] * len(texts), "[[1.0], [1.0]]"),
-}
-
-
+FAULTY_REWARDS = (
+    None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0], [[1.0], [1.0]],
+    ["good", "good"], "01", {0: 1.0, 1: 0.0}, {0.0, 1.0})
 RAISES = a_reward_that_raises.__code__
 
 
 class TestAFaultyReward:
-    @pytest.mark.parametrize("fault", FAULTY_REWARDS)
-    def test_ends_in_one_line_before_the_first_rollout(self, command, tmp_path, fault):
-        value, shown = FAULTY_REWARDS[fault]
-        line = self.line(command, tmp_path, a_reward_that_returns(value))
-        assert "faulty_reward returned " + shown in line
-        assert "2 finite numbers" in line
+    @pytest.mark.parametrize("value", FAULTY_REWARDS, ids=repr)
+    def test_ends_in_one_line_before_the_first_rollout(self, command, tmp_path, value):
+        """The trial has two texts."""
+        def faulty_reward(**columns):
+            return value
 
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it was never awaited
+        line = self.line(command, tmp_path, faulty_reward)
+        assert f"faulty_reward returned {value!r}" in line and "2 finite numbers" in line
+
     @pytest.mark.parametrize("reward, said", [
-        (an_async_reward, "an_async_reward returned <coroutine"),
         (a_reward_that_raises, f"in {__file__}, line {RAISES.co_firstlineno + 1}"),
         (a_reward_that_raises, "the reward a_reward_that_raises raised JSONDecodeError("),
-        (Judge(), "the reward Judge returned None"),
         (lambda prompts, answers: [0.0], "unexpected keyword argument"),
     ])
-    def test_that_raises_or_is_async_is_named_too(self, command, tmp_path, reward, said):
+    def test_that_raises_is_named_too(self, command, tmp_path, reward, said):
         assert said in self.line(command, tmp_path, reward)
-        gc.collect()  # Python warns here, not after the tests, that nobody awaited it
 
     def line(self, command, tmp_path, reward):
         def generate(model, prompts, group_size, max_length, *rest):
             assert len(prompts) == 2 and max_length == 8, "the long work has begun"
             return train_math.generate(model, prompts, group_size, max_length, *rest)
 
-        flags = ["--output_dir", tmp_path / "a"]
-        line = one_line(train_math.main, *command, *flags, reward=reward, generate=generate)
-        assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
+        line = refused(command, tmp_path / "a", reward=reward, generate=generate)
+        assert names_in(tmp_path / "a") == {"lock"}
         return line
 
     def test_in_a_later_step_is_shown_after_a_save_and_the_run_can_be_resumed(
@@ -139,95 +102,56 @@ class TestAFaultyReward:
         """In step 4 of 6, after two calls for evaluations and one for the trial. The last regular
         save was after step 2."""
         reward = at_call(7, parity_reward, OSError("HTTP 503"))
-        folder = ["--output_dir", tmp_path / "a"]
-        line = one_line(train_math.main, *command, *folder, reward=reward)
+        line = refused(command, tmp_path / "a", reward=reward)
         assert "raised OSError('HTTP 503') in " in line and "What was saved is intact" in line
         state = torch.load(tmp_path / "a" / "state.pt")
         assert [row["step"] for row in state["rows"]] == [0, 1, 2, 3]
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
 
-    def test_in_an_evaluation_costs_this_evaluation_and_nothing_else(
-            self, command, whole, tmp_path):
-        """It is the one after step 4. The reward is called for the trial, too."""
-        reward = at_call(8, parity_reward, OSError("HTTP 503"))
-        folder = ["--output_dir", tmp_path / "a"]
-        one_line(train_math.main, *command, *folder, reward=reward)
-        run(command, tmp_path / "a")
-        expected = without_clocks(read(whole / "metrics.jsonl"))
-        found = without_clocks(read(tmp_path / "a" / "metrics.jsonl"))
-        expected[4] = {
-            name: value for name, value in expected[4].items() if not name.startswith("eval_")
-        }
-        assert found == expected
-        before, after = (torch.load(f / "state.pt")["model"] for f in (whole, tmp_path / "a"))
-        assert all(torch.equal(before[name], after[name]) for name in before)
 
-
-OWN_ALGORITHM = block("CONTRIBUTING.md", "cispo").replace("train_math.main()", "") + """
-
-def centred(rewards, group_size):
-    groups = rewards.view(-1, group_size)
-    return (groups - groups.mean(1, keepdim=True)).flatten()
-
+OWN_ALGORITHM = block("CONTRIBUTING.md", "cispo").replace("train_math.main()", "import os") + """
 
 def reward(prompts, completions, level, **columns):
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
     digits = [sum(c.isdigit() for c in text) for text in completions]
     return [float((d + n) % 2) for d, n in zip(digits, level)]
 
 
-train_math.ALGORITHMS["cispo"] = train_math.Algorithm(
-    cispo_loss, 1.0, 4.0, ratio="token", advantages=centred)
-if __name__ == "__main__":
-    train_math.main(reward=reward)
+train_math.main(reward=reward)
 """
 
 
 class TestAnAlgorithm:
-    def test_in_a_script_from_outside_trains_and_is_measured_by_its_row(
-            self, command, tmp_path, monkeypatch):
+    def test_in_a_script_from_outside_trains_with_its_own_clip_range(self, command, tmp_path):
         """The user's file runs as a script, with its own reward and algorithm, beside copies of
-        train_math.py and what it needs, and on a console that cannot show every character. Its run
-        is compared with one in this process, where the clip range is given as settings."""
+        train_math.py and what it needs, and on a console that cannot show every character. The
+        reward changes the directory."""
         for module in train_math, gspo:
             shutil.copy(module.__file__, tmp_path)
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(TOP / "support", tmp_path / "support", ignore=ignored)
+        folder = os.path.dirname(support.runs.__file__)
+        shutil.copytree(folder, tmp_path / "support", ignore=ignored)
         (tmp_path / "own.py").write_text(OWN_ALGORITHM)
         rows = [{"question": f"有 {i}?", "level": i} for i in range(10)]
         data = write_jsonl(tmp_path / "own.jsonl", rows)
-        flags = [*command, "--dataset", data, "--max_steps", "2", "--learning_rate", "0.01"]
+        flags = ["--dataset", data, "--max_steps", "2", "--learning_rate", "0.01", "--algorithm",
+                 "cispo", "--output_dir", "runs/own"]
         done = subprocess.run(
-            [sys.executable, "own.py", *flags, "--algorithm", "cispo", "--output_dir", "runs/own"],
-            env=os.environ | {"OMP_NUM_THREADS": "1",  # as the tests: threads round differently
-                              "PYTHONIOENCODING": "cp1252"},
-            cwd=tmp_path, capture_output=True,
-        )
+            [sys.executable, "own.py", *command, *flags], cwd=tmp_path, capture_output=True,
+            env=os.environ | {"PYTHONIOENCODING": "cp1252"})
         assert done.returncode == 0, done.stderr
         assert b"8 questions and 2 held-out ones" in done.stdout and b"? 8? -> " in done.stdout
         assert b"model is the model after step 2" in done.stdout
         assert b"Traceback" not in done.stderr
         rows = read(tmp_path / "runs" / "own" / "metrics.jsonl")
-        assert rows[0]["settings"]["algorithm"] == "cispo"
         assert [rows[0]["settings"][name] for name in ("eps_low", "eps_high")] == [1.0, 4.0]
         assert len(rows) == 3 and rows[2]["eval_questions"] == 2
         assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
-        assert read(tmp_path / "runs" / "own" / "eval_0.jsonl")[0]["question"] == "有 8?"
-
-        with mock.patch.dict(train_math.ALGORITHMS):
-            names = {"__name__": "own"}
-            exec(OWN_ALGORITHM, names)
-            own = train_math.ALGORITHMS["cispo"]
-        monkeypatch.setitem(
-            train_math.ALGORITHMS, "grpo", own._replace(eps_low=0.1, eps_high=0.1))
-        flags += ["--algorithm", "grpo", "--eps_low", "1", "--eps_high", "4"]
-        flags += ["--output_dir", str(tmp_path / "parts")]
-        train_math.main(flags, names["reward"])
-        expected = read(tmp_path / "parts" / "metrics.jsonl")
-        assert without_clocks(rows)[1:] == without_clocks(expected)[1:]
-        weights = [tmp_path / run / "model" / "model.safetensors" for run in ("runs/own", "parts")]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
         assert rows[2]["log_ratio_std"] > 0
+        evaluation = tmp_path / "runs" / "own" / "eval_0.jsonl"
+        assert "有 8?" in evaluation.read_text(encoding="utf-8"), "other alphabets stay readable"
 
     def test_with_a_wrong_clip_range_or_name_is_refused(self, monkeypatch):
         row = train_math.ALGORITHMS["gspo"]._replace(eps_low=1.5)
@@ -242,105 +166,80 @@ class TestTrain:
     def test_a_model_whose_weights_are_frozen_is_refused(self, fresh):
         fresh[0].requires_grad_(False)
         with pytest.raises(ValueError, match="frozen"):
-            train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
+            train(fresh)
         with pytest.raises(ValueError, match="frozen"):
             check(*fresh)
 
     def test_without_questions_is_refused(self, fresh):
         with pytest.raises(ValueError, match="no questions"):
-            train_math.train(settings(), *fresh, [], sums(2), reward=parity_reward)
+            train(fresh, [])
 
-    def test_with_a_number_of_numpy_and_a_path_can_be_resumed(self, fresh, tmp_path):
+    def test_takes_numbers_of_numpy_and_paths(self, tmp_path):
         number = torch.tensor(1e-3, dtype=torch.float64).numpy()[()]
-        cfg = settings(output_dir=tmp_path, learning_rate=number, max_steps=1)
-        assert type(number) is not float
+        cfg = settings(output_dir=tmp_path, learning_rate=number)
         assert (type(cfg.output_dir), type(cfg.learning_rate)) == (str, float)
-        train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
-        assert len(train_math.load_state(cfg, sums(8))["rows"]) == 2
 
     def test_into_the_folder_of_another_run_is_refused(self, fresh, tmp_path):
-        cfg = settings(output_dir=str(tmp_path), max_steps=1)
-        train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
-        before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+        changes = {"output_dir": str(tmp_path), "max_steps": 1}
+        train(fresh, held_out=2, **changes)
+        before = contents(tmp_path)
         with pytest.raises(ValueError, match="holds (metrics.jsonl|state.pt|model). Choose"):
-            train_math.train(cfg, *fresh, sums(8), sums(2), reward=parity_reward)
-        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
-        state = train_math.load_state(cfg, sums(8))
-        rows = train_math.train(cfg, *fresh, sums(8), state=state, reward=parity_reward)
-        assert len(rows) == 2
-        assert train_math.load_state(settings(output_dir=str(tmp_path / "b")), sums(8)) is None
+            train(fresh, **changes)
+        assert contents(tmp_path) == before
         for name in "state.pt", "metrics.jsonl":
             (tmp_path / name).unlink()
         with pytest.raises(ValueError, match="holds model"):
-            train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
+            train(fresh, **changes)
 
-    def test_gives_on_step_a_copy_of_every_row_with_its_notes(self, fresh):
-        """Also without an output_dir, where nothing is printed."""
+    def test_gives_on_step_a_copy_of_every_row_and_writes_nothing_without_a_folder(
+            self, fresh, tmp_path, monkeypatch, capsys):
         seen = []
 
         def on_step(row):
             seen.append(dict(row))
             row.clear()
 
-        rows = train_math.train(
-            settings(), *fresh, sums(8), sums(2), reward=constant_reward, on_step=on_step)
-        assert seen == rows and len(rows) == 7
-        (note,) = rows[3]["notes"]
-        assert "no gradient in three steps" in note and "(mean 0.3;" in note
-        assert all("notes" not in row for row in rows[:3] + rows[4:])
+        def reward(prompts, completions, log_metric, **columns):
+            log_metric("mine", 8)
+            log_metric("step", 7)  # cannot overwrite a metric of the step
+            return constant_reward(prompts, completions)
+
+        monkeypatch.chdir(tmp_path)
+        rows = train(fresh, held_out=2, reward=reward, on_step=on_step)
+        assert not names_in(tmp_path) and not capsys.readouterr().out
+        assert seen == rows and [row["step"] for row in rows] == list(range(7))
+        assert all(row["mine"] == 8 for row in rows[1:])
+        assert [row["step"] for row in rows if "notes" in row] == [3]
         assert all("eval_results" not in row for row in rows)
 
     @pytest.mark.parametrize("name", ["encode_prompts", "generate", "response_log_probs"])
     def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
-        fails = at_call(1, None, OSError("in the part"))
-        with pytest.raises(SystemExit, match="in the part"):  # or a traceback, on another error
-            parts = {"reward": parity_reward, name: fails}
-            train_math.main([*command, "--output_dir", str(tmp_path / "a")], **parts)
-        assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
+        fails = {name: at_call(1, None, OSError("in the part"))}
+        assert "in the part" in refused(command, tmp_path / "a", **fails)
+        assert names_in(tmp_path / "a") == {"lock"}
 
 
 class TestWhatIsKept:
     def test_a_gradient_that_is_left_over_changes_nothing(self, fresh):
         model, tokenizer = fresh
-        weights = []
-        for left_over in False, True:
-            copied = copy.deepcopy(model)
-            if left_over:
-                for parameter in copied.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-            cfg = settings(max_steps=1)
-            train_math.train(cfg, copied, tokenizer, sums(4), reward=parity_reward)
-            weights.append(torch.cat([p.detach().flatten() for p in copied.parameters()]))
-        assert torch.equal(*weights)
-
-    def test_a_part_may_use_every_column_and_compute_gradients_in_the_trial(self, fresh):
-        """A model may be in training mode before the trial."""
-        questions = [row | {"hint": "Add."} for row in sums(4)]
-
-        def with_hint(tokenizer, questions, cfg):
-            return [tokenizer(f"{row['hint']} {row['question']}").input_ids for row in questions]
-
-        def reward(prompts, completions, **columns):
-            weight = torch.ones(2, requires_grad=True)
-            weight.sum().backward()
-            return parity_reward(prompts, completions)
-
-        fresh[0].train()
-        check(*fresh, questions, reward=reward, encode_prompts=with_hint)
-        assert not fresh[0].training
+        other = copy.deepcopy(model)
+        for parameter in other.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for each in model, other:
+            train((each, tokenizer), 4, max_steps=1)
+        assert torch.equal(weights_of(model), weights_of(other))
 
     @pytest.mark.parametrize("ending", ["jsonl", "csv"])
     def test_answers_stay_as_they_are_written(self, tmp_path, ending):
         answers = ["26", "007", "NA", "TRUE", "null", "2024-01-02", ""]
-        path = tmp_path / f"q[0].{ending}"
         rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        path = tmp_path / f"q[0].{ending}"
+        write_jsonl(path, rows)
         if ending == "csv":
-            lines = ["question,answer", *(f"{row['question']},{row['answer']}" for row in rows)]
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        else:
-            write_jsonl(path, rows)
+            lines = [f"{row['question']},{row['answer']}\n" for row in rows]
+            path.write_text("question,answer\n" + "".join(lines))
         cfg = settings(dataset=str(path), eval_size=0)
-        assert train_math.load_questions(cfg, parity_reward)[0] == rows
+        assert train_math.load_questions(cfg, parity_reward) == (rows, [])
 
     def test_answers_of_any_kind_can_be_logged_and_the_run_resumed(self, fresh, tmp_path):
         answers = ["Paris", 7, "x #### 8", datetime.date(2025, 7, 24), torch.ones(2).numpy(), {1}]
@@ -352,92 +251,52 @@ class TestWhatIsKept:
         state = train_math.load_state(cfg, rows)
         assert [row["gold"] for row in state["results"]] == found and len(state["rows"]) == 2
 
-    def test_a_reward_may_change_the_directory(self, command, tmp_path, monkeypatch):
-        (tmp_path / "elsewhere").mkdir()
-        monkeypatch.chdir(tmp_path)
-
-        def reward(prompts, completions, **columns):
-            os.chdir(tmp_path / "elsewhere")
-            return parity_reward(prompts, completions)
-
-        train_math.main([*command, "--output_dir", "runs/mine"], reward)
-        assert (tmp_path / "runs" / "mine" / "state.pt").exists()
-        assert not list((tmp_path / "elsewhere").iterdir())
-
-    @pytest.mark.parametrize("part", ["on_step", "loss", "advantages", "generate"])
-    def test_what_was_trained_is_saved_if_a_part_raises(self, fresh, tmp_path, monkeypatch, part):
-        """Also between two saves. A loss raises in the first micro-batch of a step here."""
-        original = {
-            "on_step": dict.clear,
-            "loss": gspo.gspo_loss,
-            "advantages": gspo.group_advantages,
-            "generate": train_math.generate,
-        }[part]
-        raises_later = at_call(4, original, OSError("my disk"))
-        cfg = settings(output_dir=str(tmp_path), save_steps=100, minibatches=1,
-                       micro_batch_tokens=10**6)
-        parts = {"reward": parity_reward}
-        if part in ("loss", "advantages"):
-            row = train_math.ALGORITHMS["gspo"]._replace(**{part: raises_later})
-            monkeypatch.setitem(train_math.ALGORITHMS, "gspo", row)
-        else:
-            parts[part] = raises_later
+    def test_what_was_trained_is_saved_if_on_step_raises_between_two_saves(self, fresh, tmp_path):
+        on_step = at_call(4, dict.clear, OSError("my disk"))
         with pytest.raises(OSError, match="my disk"):
-            train_math.train(cfg, *fresh, sums(8), **parts)
+            train(fresh, on_step=on_step, output_dir=tmp_path, save_steps=100)
         state = torch.load(tmp_path / "state.pt")
         assert state["rows"][-1]["step"] == 3
-        for name, weight in fresh[0].state_dict().items():
-            assert torch.equal(weight, state["model"][name])
+        torch.testing.assert_close(state["model"], fresh[0].state_dict(), rtol=0, atol=0)
 
     def test_half_a_step_is_not_saved(self, fresh, tmp_path, own_loss):
-        """The second minibatch of a step raises, when the weights have moved already."""
+        """The second minibatch of step 2 raises, when the weights have moved already."""
+        weights = []
         own_loss(at_call(6, gspo.gspo_loss, OSError("my disk")))
-        cfg = settings(output_dir=str(tmp_path), save_steps=1, micro_batch_tokens=10**6)
         with pytest.raises(OSError):
-            train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
-        assert torch.load(tmp_path / "state.pt")["rows"][-1]["step"] < 2
+            train(fresh, on_step=lambda row: weights.append(weights_of(fresh[0])),
+                  output_dir=tmp_path, save_steps=1, micro_batch_tokens=10**6)
+        fresh[0].load_state_dict(torch.load(tmp_path / "state.pt")["model"])
+        assert len(weights) == 2, "steps 0 and 1"
+        assert torch.equal(weights_of(fresh[0]), weights[1])
 
-    def test_a_run_may_be_saved_more_often_than_it_is_evaluated(self, command, tmp_path):
-        rows = run(command, tmp_path / "a", "--save_steps", "1", "--eval_steps", "3")
-        assert [row["step"] for row in rows if "eval_reward" in row] == [0, 3, 6]
+    def test_a_run_may_be_saved_more_often_than_it_is_evaluated(self, fresh, tmp_path):
         with mock.patch.object(support.runs.torch, "save", wraps=torch.save) as save:
-            run(command, tmp_path / "b", "--save_steps", "1", "--eval_steps", "3")
+            rows = train(fresh, held_out=2, output_dir=tmp_path, save_steps=1, eval_steps=3)
+        assert [row["step"] for row in rows if "eval_reward" in row] == [0, 3, 6]
         assert save.call_count == 7
 
     def test_a_dataset_of_the_library_can_be_trained_on(self, fresh):
         from datasets import Dataset
 
-        questions = Dataset.from_list(sums(8))
-        listed = train_math.train(settings(max_steps=1), *fresh, sums(8), reward=parity_reward)
-        rows = train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
-        assert rows[0]["settings"]["questions"] == listed[0]["settings"]["questions"]
+        rows = [train(fresh, questions, max_steps=1)[0]["settings"]["questions"]
+                for questions in (sums(8), Dataset.from_list(sums(8)))]
+        assert rows[0] == rows[1]
 
     def test_a_user_may_bring_an_optimizer_and_all_its_groups_get_the_rate(self, fresh):
-        made = []
-
-        def make_optimizer(model):
-            first, *others = model.parameters()
-            made.append(torch.optim.SGD([{"params": [first]}, {"params": others}], lr=1.0))
-            return made[0]
-
-        train_math.train(settings(max_steps=2, learning_rate=0.5), *fresh, sums(8),
-                         reward=parity_reward, make_optimizer=make_optimizer)
-        assert [group["lr"] for group in made[0].param_groups] == [pytest.approx(0.05)] * 2
-
-    def test_a_reward_cannot_overwrite_a_metric_of_the_step(self, fresh):
-        def reward(prompts, completions, log_metric, **columns):
-            log_metric("step", 7)
-            log_metric("mine", 8)
-            return parity_reward(prompts, completions)
-
-        rows = train_math.train(settings(max_steps=1), *fresh, sums(8), reward=reward)
-        assert (rows[1]["step"], rows[1]["mine"]) == (1, 8)
+        """The rate begins at learning_rate and falls to a tenth of it in the last step."""
+        first, *others = fresh[0].parameters()
+        optimizer = torch.optim.SGD([{"params": [first]}, {"params": others}])
+        rates = []
+        optimizer.register_step_pre_hook(
+            lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        train(fresh, max_steps=3, minibatches=1, make_optimizer=lambda model: optimizer)
+        assert rates == [pytest.approx([rate] * 2) for rate in (1e-3, 0.55e-3, 1e-4)]
 
     @pytest.mark.parametrize("name", ["cut", "completion_ids", "completions"])
     def test_a_column_with_the_name_of_an_argument_is_named(self, fresh, name):
-        questions = [row | {name: 1} for row in sums(4)]
         with pytest.raises(RewardError, match=f"multiple values.*'{name}'"):
-            train_math.train(settings(max_steps=1), *fresh, questions, reward=parity_reward)
+            train(fresh, [row | {name: 1} for row in sums(4)])
 
 
 class TestOneRollout:
@@ -450,8 +309,7 @@ class TestOneRollout:
                 batch.old_log_probs = batch.sampler_log_probs + 0.5 * batch.mask
             return minibatches
 
-        row = train_math.train(settings(max_steps=1), *fresh, sums(4), reward=parity_reward,
-                               build_minibatches=build_minibatches)[1]
+        _, row = train(fresh, 4, build_minibatches=build_minibatches, max_steps=1)
         assert row["sampler_gap"] == pytest.approx(0.5) and row["log_ratio_mean"] < -0.3
         assert row["log_ratio_first_max"] is None
         assert not any("log_ratio_first_max" in note for note in row["notes"])
@@ -464,28 +322,17 @@ class TestOneRollout:
         def reward(completions, **columns):
             return [i % 2 for i in range(len(completions))]
 
-        row = train_math.train(
-            settings(max_steps=1), *fresh, sums(4), reward=reward, generate=generate)[1]
+        _, row = train(fresh, 4, reward=reward, generate=generate, max_steps=1)
         assert ("sampler_gap is above 0.1" in str(row.get("notes"))) is is_noted
         assert (row["sampler_gap"] > 0.1) is is_noted
 
-    def test_our_own_sampler_on_a_cpu_may_differ_by_less(self, fresh):
-        def response_log_probs(model, batch, temperature):
-            return train_math.response_log_probs(model, batch, temperature) + 1e-3 * batch.mask
-
-        row = train_math.train(settings(max_steps=1), *fresh, sums(4), reward=parity_reward,
-                               response_log_probs=response_log_probs)[1]
-        assert "sampler_gap is above 0.0001" in str(row["notes"])
-
-    @pytest.mark.parametrize("lost", [1, 4])
-    def test_a_sampler_that_loses_responses_later_is_named(self, fresh, lost):
+    def test_a_sampler_that_loses_responses_later_is_named(self, fresh):
         """Four fewer could still be split into groups, but not into those of the prompts."""
         def generate(*arguments):
-            responses, log_probs = train_math.generate(*arguments)
-            return responses[:-lost], log_probs[:-lost]
+            return [part[:-4] for part in train_math.generate(*arguments)]
 
         with pytest.raises(ValueError, match="the sampler must return 4 responses to each of 4"):
-            train_math.train(settings(), *fresh, sums(8), reward=parity_reward, generate=generate)
+            train(fresh, generate=generate)
 
     def test_mixed_groups_and_token_marks_of_another_length_are_refused(self):
         rollout = rollout_of([[1], [2]], [[3], [4, 5]])
@@ -497,13 +344,15 @@ class TestOneRollout:
             check_rollout(rollout, sums(2), 1)
 
     def test_a_reward_may_change_what_it_gets(self, fresh, tmp_path):
-        """The run is the same, and can be resumed, although the trial calls the reward first."""
+        """The run is the same, and can be resumed, although the trial calls the reward first. The
+        reward may compute gradients, and the model may be in training mode before the trial."""
         questions = [row | {"tags": ["b", "a"]} for row in sums(8)]
         before = copy.deepcopy(questions)
-        plain = train_math.train(settings(), *copy.deepcopy(fresh), questions, reward=parity_reward)
+        plain = train(copy.deepcopy(fresh), questions)
 
         def reward(prompts, completions, tags, completion_ids, **columns):
             rewards = parity_reward(prompts, completions)
+            torch.ones(2, requires_grad=True).sum().backward()
             for each in [*tags, *completion_ids, prompts, completions]:
                 each.clear()
             return rewards
@@ -514,11 +363,13 @@ class TestOneRollout:
             return train_math.encode_prompts(tokenizer, questions, cfg)
 
         parts = {"reward": reward, "encode_prompts": encode_prompts}
-        cfg = settings(output_dir=str(tmp_path))
-        check(*fresh, questions, cfg, **parts)
-        rows = train_math.train(cfg, *fresh, questions, **parts)
+        fresh[0].train()
+        check(*fresh, questions, **parts)
+        assert not fresh[0].training
+        rows = train(fresh, questions, output_dir=tmp_path, **parts)
         assert without_clocks(rows) == without_clocks(plain) and questions == before
-        assert len(train_math.load_state(cfg, before)["rows"]) == len(rows)
+        state = train_math.load_state(settings(output_dir=tmp_path), before)
+        assert len(state["rows"]) == len(rows)
 
 
 class TestUserState:
@@ -529,52 +380,22 @@ class TestUserState:
             if row["step"] == 2:
                 user_state["rates"] = user_state["rates"].numpy()
 
-        cfg = settings(output_dir=str(tmp_path), save_steps=1)
         with pytest.raises(ValueError, match="user_state may hold only tensors, numbers"):
-            train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=on_step,
-                             user_state=user_state)
-        assert len(train_math.load_state(cfg, sums(8))["rows"]) == 2, "the last good one"
+            train(fresh, on_step=on_step, user_state=user_state, output_dir=tmp_path, save_steps=1)
+        assert len(torch.load(tmp_path / "state.pt")["rows"]) == 2, "the last good one"
 
     def test_costs_the_steps_since_the_last_save_after_an_error(self, fresh, tmp_path):
         """It may have changed since then, so that it would not belong to the rows."""
-        cfg = settings(output_dir=str(tmp_path))
         on_step = at_call(4, dict.clear, OSError("my disk"))
         with pytest.raises(OSError, match="my disk"):
-            train_math.train(cfg, *fresh, sums(8), reward=parity_reward, on_step=on_step,
-                             user_state={"mine": 1})
-        state = train_math.load_state(cfg, sums(8))
+            train(fresh, on_step=on_step, user_state={"mine": 1}, output_dir=tmp_path)
+        state = torch.load(tmp_path / "state.pt")
         assert len(state["rows"]) == 3 and state["user_state"] == {"mine": 1}
 
 
-class TestFiles:
-    def test_keep_other_alphabets_readable(self, tmp_path):
-        support.runs.write_lines([{"question": "Wie groß?"}], tmp_path / "log.jsonl")
-        assert "groß" in (tmp_path / "log.jsonl").read_text(encoding="utf-8")
-
-    def test_a_full_disk_is_an_exception_of_train(self, fresh, tmp_path):
-        (tmp_path / "partial").symlink_to("/dev/full")
-        with pytest.raises(OSError, match="is the disk full"):
-            train_math.train(settings(output_dir=str(tmp_path)), *fresh, sums(8),
-                             reward=parity_reward)
-
-    def test_a_second_run_in_the_same_folder_is_refused(self, fresh, tmp_path):
-        cfg = settings(output_dir=str(tmp_path))
-        with FileLock(tmp_path / "lock"), pytest.raises(ValueError, match="is in use by another"):
-            train_math.train(cfg, *fresh, sums(8))
-        assert {path.name for path in tmp_path.iterdir()} == {"lock"}
-
-    def test_reading_a_state_writes_nothing(self, whole, command):
-        before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in whole.rglob("*.*")}
-        cfg = train_math.parse_settings([*command, "--output_dir", str(whole)])
-        questions, _ = train_math.load_questions(cfg, parity_reward)
-        assert len(train_math.load_state(cfg, questions)["rows"]) == 7
-        after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in whole.rglob("*.*")}
-        assert after == before
-
-    def test_a_new_flag_may_have_the_default_0(self):
-        Own = dataclasses.make_dataclass(
-            "Own", [("weight_decay", float, dataclasses.field(default=0.0))],
-            bases=(train_math.Settings,))
-        assert Own().weight_decay == 0
-        with pytest.raises(ValueError, match="--weight_decay -1 is out of range"):
-            Own(weight_decay=-1)
+def test_a_new_flag_may_have_the_default_0():
+    Own = dataclasses.make_dataclass(
+        "Own", [("weight_decay", float, 0.0)], bases=(train_math.Settings,))
+    assert Own().weight_decay == 0
+    with pytest.raises(ValueError, match="--weight_decay -1 is out of range"):
+        Own(weight_decay=-1)

@@ -4,9 +4,9 @@ The gradient of each update agrees with a formula that is written out: one respo
 without padding and micro-batches. A run that is killed continues as if it had not been."""
 import copy
 import re
-import signal
 import sys
 import zlib
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +14,7 @@ import torch
 import train_math
 from common.logs import read
 from common.tiny_model import tiny_tokenizer
-from tests.conftest import block, run_code, without_clocks
-from tests.test_repository import sizes
+from tests.conftest import block, without_clocks
 
 PAGE = "guides/own_task.md"
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
@@ -56,34 +55,28 @@ RECIPES = {  # the code and its algorithm
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_short(name):
-    size = sizes(RECIPES[name][0])
-    lines = size["tokens"] / size["tokens per code line"]
-    assert lines <= (30 if name in ("tools", "lora") else 25)
-    assert size["tokens per code line"] <= 11
-
-
 @pytest.fixture
 def recipe(command, monkeypatch, tmp_path):
     """A function that runs a recipe and returns its updates. An update is (the model before it, the
     gradients, the rollouts until then). A rollout is (the model before its step, the Rollout)."""
-    algorithms = dict(train_math.ALGORITHMS)
     main = train_math.main
     clip = torch.nn.utils.clip_grad_norm_
     rollouts = []
     updates = []
 
-    def run(name, prepare=None):
+    def run(name, folder="run", **more):
+        if name == "lora":
+            pytest.importorskip("peft")
         code, algorithm = RECIPES[name]
-        flags = [*command, *FLAGS, "--output_dir", str(tmp_path / "run")]
+        flags = [*command, *FLAGS, "--output_dir", str(tmp_path / folder)]
         parts = {"reward": reward}
         names = {}
         monkeypatch.setattr(sys, "argv", ["mine.py", *flags])
         monkeypatch.setattr(train_math, "main", lambda **replaced: parts.update(replaced))
+        monkeypatch.setattr(train_math, "correctness_reward", reward)
         exec(code, names)
-        if prepare:
-            prepare(names, parts)
+        if name in PREPARE:
+            PREPARE[name](names, parts)
         inner = parts.get("sample", train_math.sample)
 
         def sample(model, tokenizer, questions, group_size, *others):
@@ -100,12 +93,11 @@ def recipe(command, monkeypatch, tmp_path):
                 monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
             return rollout
 
-        main([*flags, "--algorithm", algorithm], **parts | {"sample": sample})
+        main([*flags, "--algorithm", algorithm], **parts | {"sample": sample} | more)
         return updates
 
-    yield run
-    train_math.ALGORITHMS.clear()
-    train_math.ALGORITHMS.update(algorithms)
+    with mock.patch.dict(train_math.ALGORITHMS):
+        yield run
 
 
 def advantage(rollout, i):
@@ -194,18 +186,14 @@ def calculator(names, parts):
         *others[:-1], torch.cat([others[-1], torch.tensor(DIGITS)]))
 
 
-@pytest.mark.parametrize("name, direct, prepare", [
-    ("token_mean", token_mean, None),
-    ("kl", kl, None),
-    ("lora", kl, None),
-    ("tis", tis, smaller_log_probs),
-    ("off_policy", off_policy, None),
-    ("tools", tools, calculator),
-])
-def test_gradients_agree_with_formulas(recipe, name, direct, prepare):
-    if name == "lora":
-        pytest.importorskip("peft")
-    updates = recipe(name, prepare)
+PREPARE = {"tis": smaller_log_probs, "tools": calculator}
+
+
+@pytest.mark.parametrize("name, direct", [
+    ("token_mean", token_mean), ("kl", kl), ("lora", kl), ("tis", tis), ("off_policy", off_policy),
+    ("tools", tools)])
+def test_gradients_agree_with_formulas(recipe, name, direct):
+    updates = recipe(name)
     assert len(updates) == 6, "each minibatch has a gradient"
     for number, (model, found, rollouts) in enumerate(updates):
         indices = range(8, 16) if number % 2 else range(8)
@@ -215,9 +203,8 @@ def test_gradients_agree_with_formulas(recipe, name, direct, prepare):
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_the_curriculum_draws_by_the_pass_rates(recipe, monkeypatch, tmp_path):
+def test_the_curriculum_draws_by_the_pass_rates(recipe, tmp_path):
     """The draws of each step are repeated from the rewards of the steps before it."""
-    monkeypatch.setattr(train_math, "correctness_reward", reward)
     *_, rollouts = recipe("curriculum")[-1]
     rates = torch.full([26], 0.5)  # 30 questions, of which 4 are held out
     for step, (_, rollout) in enumerate(rollouts, 1):
@@ -230,44 +217,21 @@ def test_the_curriculum_draws_by_the_pass_rates(recipe, monkeypatch, tmp_path):
     assert torch.equal(state["user_state"]["pass_rates"], rates)
 
 
-BEFORE = """
-import os, signal, train_math
-from tests import test_recipes
-
-main = train_math.main
-train_math.correctness_reward = test_recipes.reward
-
-def on_step(row):
-    if row["step"] == {killed_in}:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def with_kill(**parts):
-    parts = dict(reward=test_recipes.reward) | parts
-    if "reply" in globals():
-        test_recipes.calculator(globals(), parts)
-    main(on_step=on_step, **parts)
-
-train_math.main = with_kill
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_killed_run_continues(name, command, tmp_path):
-    """The process is killed after the updates of step 3. The run is saved after step 2."""
-    if name == "lora":
-        pytest.importorskip("peft")
-    code, algorithm = RECIPES[name]
-    found = []
-    for folder, killed_in in ("whole", None), ("killed", 3), ("killed", None):
-        status, _, errors = run_code(
-            BEFORE.format(killed_in=killed_in) + code, *command, *FLAGS, "--algorithm", algorithm,
-            "--max_completion_length", "12", "--output_dir", tmp_path / folder)
-        assert status == (-signal.SIGKILL if killed_in else 0), errors
-        found.append((without_clocks(read(tmp_path / folder / "metrics.jsonl")),
-                      torch.load(tmp_path / folder / "state.pt")))
-    (whole, state), (_, killed_state), (resumed, resumed_state) = found
-    assert [row["step"] for row in killed_state["rows"]] == [0, 1, 2]
-    assert whole == resumed and whole[3]["grad_norm"] > 0
+def test_a_killed_run_continues(recipe, name, tmp_path):
+    """It is killed after the updates of step 3, and was saved after step 2."""
+    def kill(row):
+        if row["step"] == 3:
+            raise KeyboardInterrupt
+
+    recipe(name, "whole")
+    with pytest.raises(SystemExit):
+        recipe(name, "killed", on_step=kill)
+    assert len(torch.load(tmp_path / "killed" / "state.pt")["rows"]) == 3
+    recipe(name, "killed")
+    folders = [tmp_path / folder for folder in ("whole", "killed")]
+    whole, killed = (without_clocks(read(folder / "metrics.jsonl")) for folder in folders)
+    assert whole == killed and whole[3]["grad_norm"] > 0
+    states = [torch.load(folder / "state.pt") for folder in folders]
     for part in "model", "user_state":
-        torch.testing.assert_close(state[part], resumed_state[part], rtol=0, atol=0)
+        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)

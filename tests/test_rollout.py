@@ -1,6 +1,7 @@
 """Sampling with train_math.py: both samplers, which of them is chosen, and the log-probs."""
 
 import copy
+import itertools
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -11,11 +12,12 @@ import transformers
 
 import train_math
 from common.tiny_model import tiny_tokenizer
-from gspo import group_advantages, gspo_loss
-from support import cuda_sampling, sampling
-from tests.conftest import QUESTIONS, check, encoded, parity_reward, rollout_of, settings, sums
+from support import cuda_sampling
+from support.cuda_sampling import cache_can_be_static, static_rollout
+from support.sampling import dynamic_rollout, next_logits
+from tests.conftest import QUESTIONS, check, encoded, rollout_of, settings, sums, train
 
-SAMPLERS = [sampling.dynamic_rollout, cuda_sampling.static_rollout]
+SAMPLERS = [dynamic_rollout, static_rollout]
 THREE = [*QUESTIONS, {"question": "3?"}]
 FREQUENT_ENDS = torch.arange(1, 8)  # several end tokens that are drawn often: lengths differ
 
@@ -77,19 +79,31 @@ def assert_log_probs_of_the_update(
         assert (sampled[i, n:] == 0).all() and (log_probs[i][~batch.mask[i]] == 0).all()
 
 
+@pytest.fixture
+def shapes(model, monkeypatch):
+    """The shapes (n, L) of what the tiny model gets in each call."""
+    shapes = []
+    forward = model.forward
+
+    def spy(**inputs):
+        shapes.append(tuple(inputs["input_ids"].shape))
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", spy)
+    return shapes
+
+
 class TestBothSamplers:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_sample_from_the_distribution_of_the_model(self, tiny, sampler, temperature):
+    def test_sample_from_the_distribution_of_the_model(self, model, prompts, sampler, temperature):
         """The first two tokens of 10,000 responses to each of two prompts of different lengths are
         compared with the exact probabilities."""
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer)
         n = 10_000
-        ends = torch.tensor([tokenizer.eos_token_id])
+        ends = torch.tensor([model.config.eos_token_id])
         torch.manual_seed(0)
         responses, _ = sampler(model, prompts, n, 2, temperature, ends)
-        words = torch.arange(len(tokenizer))
+        words = torch.arange(model.config.vocab_size)
         for k, prompt in enumerate(prompts):
             with torch.no_grad():
                 first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
@@ -97,17 +111,16 @@ class TestBothSamplers:
                 second = (model(all_second).logits[:, -1] / temperature).softmax(-1)
             second = (first[:, None] * second)[words != ends].sum(0)  # of unfinished responses
             for t, exact in enumerate((first, second)):
-                drawn = torch.tensor([r[t] for r in responses[k * n : (k + 1) * n] if len(r) > t])
+                drawn = torch.tensor([r[t] for r in responses[k * n:(k + 1) * n] if len(r) > t])
                 seen = torch.bincount(drawn, minlength=len(words)) / n
-                rare = exact.argsort()[: len(words) // 2]  # a top_k or top_p would drop them
+                rare = exact.argsort()[:len(words) // 2]  # a top_k or top_p would drop them
                 for p, share in (exact, seen), (exact[rare].sum(), seen[rare].sum()):
                     off = ((share - p).abs() / (p * (1 - p) / n).sqrt()).max().item()
                     assert off < 5, f"prompt {k}, position {t}: {off:.1f} standard errors off"
 
     @pytest.mark.parametrize("uniform", [0, 2**-24, 0.5, 1 - 2**-24])  # torch.rand: steps of 2^-24
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_never_draw_a_token_of_probability_0(self, tiny, monkeypatch, sampler, uniform):
-        model, _ = tiny
+    def test_never_draw_a_token_of_probability_0(self, model, monkeypatch, sampler, uniform):
         probs = torch.zeros(13, 1000)
         probs[0, 2] = 1
         probs[1, 1:3] = torch.tensor([0.4, 0.6])
@@ -134,63 +147,31 @@ class TestBothSamplers:
         assert alone == together, "the number of other rows changes what a row draws"
 
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_have_the_log_probs_of_the_update(self, tiny, sampler):
-        """Responses end at different times. Cache, positions and rows must stay aligned."""
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer)
-        ends = torch.arange(1, 20)
-        torch.manual_seed(0)
-        responses, sampled = sampler(model, prompts, 16, 12, 0.7, ends)
-        lengths = [len(response) for response in responses]
-        assert len(set(lengths)) > 4 and sampled.shape == (32, 12) and not sampled.requires_grad
-        assert all(r[-1] in ends or len(r) == 12 for r in responses)
-        assert all(token not in ends for r in responses for token in r[:-1])
-        assert_log_probs_of_the_update(model, prompts, 16, responses, sampled, 0.7)
-
-    @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_are_greedy_at_temperature_0(self, tiny, sampler):
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer)
+    def test_are_greedy_at_temperature_0(self, model, prompts, sampler):
         responses, sampled = sampler(model, prompts, 2, 5, 0.0, torch.tensor([-1]))
         for k, prompt in enumerate(prompts):
             ids = list(prompt)
             for _ in range(5):
                 ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
-            assert responses[2 * k : 2 * k + 2] == [ids[len(prompt) :]] * 2
+            assert responses[2 * k:2 * k + 2] == [ids[len(prompt):]] * 2
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
 
-    def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(self, tiny, monkeypatch):
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer)
-        shapes = []
-        forward = model.forward
-
-        def spy(**inputs):
-            shapes.append(tuple(inputs["input_ids"].shape))
-            return forward(**inputs)
-
-        monkeypatch.setattr(model, "forward", spy)
+    def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(
+            self, model, prompts, shapes):
         torch.manual_seed(0)
-        responses, _ = sampling.dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        responses, _ = dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         lengths = [len(response) for response in responses]
         unfinished = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
         width = max(map(len, prompts))
         assert shapes == [(2, width), *((n, 1) for n in unfinished)] and unfinished[-1] < 16
         shapes.clear()
-        cuda_sampling.static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         assert shapes == [(2, width), *[(16, 1)] * 11], "the shapes are fixed"
 
-    def test_the_static_one_stops_when_all_responses_have_ended(self, tiny, monkeypatch):
-        model, tokenizer = tiny
-        forward = model.forward
-        calls = []
-        monkeypatch.setattr(model, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
-        prompts = encoded(tokenizer)
-        responses, _ = cuda_sampling.static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
-        assert [len(response) for response in responses] == [1] * 4 and len(calls) < 40
-        calls.clear()
-        responses, _ = cuda_sampling.static_rollout(model, prompts, 2, 50, 0.0, torch.tensor([-1]))
-        assert [len(response) for response in responses] == [50] * 4 and len(calls) == 50
+    def test_the_static_one_stops_when_all_responses_have_ended(self, model, prompts, shapes):
+        responses, _ = static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
+        assert [len(response) for response in responses] == [1] * 4
+        assert len(shapes) < 40
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
     def test_agree_on_a_gpu_where_the_static_one_replays_a_graph(self):
@@ -203,7 +184,7 @@ class TestBothSamplers:
             assert found[0][0] == found[1][0]
             assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
             torch.manual_seed(0)
-            responses, sampled = cuda_sampling.static_rollout(model, prompts, 8, 20, 0.7, ends)
+            responses, sampled = static_rollout(model, prompts, 8, 20, 0.7, ends)
             assert len({tuple(response) for response in responses}) > 10, "numbers are not fresh"
             assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
             responses, sampled = train_math.generate(model, prompts, 8, 20, 0.7, ends)
@@ -219,14 +200,15 @@ class TestWhichSampler:
     ])
     def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
         model, _ = model_of(kind)
-        assert cuda_sampling.cache_can_be_static(model, 64) is can
+        assert cache_can_be_static(model, 64) is can
         if kind == "a long window":
-            assert cuda_sampling.cache_can_be_static(model, 128)
-            assert not cuda_sampling.cache_can_be_static(model, 129)
+            assert cache_can_be_static(model, 128)
+            assert not cache_can_be_static(model, 129)
 
-    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(self, tiny, monkeypatch):
-        monkeypatch.setattr(tiny[0], "get_decoder", lambda: torch.nn.Linear(1, 1))
-        assert not cuda_sampling.cache_can_be_static(tiny[0], 20)
+    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(
+            self, model, monkeypatch):
+        monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
+        assert not cache_can_be_static(model, 20)
 
     @pytest.fixture
     def chosen(self, monkeypatch):
@@ -240,25 +222,20 @@ class TestWhichSampler:
 
             monkeypatch.setattr(cuda_sampling, f"{name}_rollout", spy)
 
-        spy_on("dynamic", sampling.dynamic_rollout)
-        spy_on("static", cuda_sampling.static_rollout)
+        spy_on("dynamic", dynamic_rollout)
+        spy_on("static", static_rollout)
         return chosen
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.0])
-    def test_on_a_cpu_it_is_the_dynamic_one_with_the_model_itself(self, tiny, chosen, temperature):
-        model, tokenizer = tiny
-        arguments = (encoded(tokenizer), 2, 3, temperature, FREQUENT_ENDS)
-        train_math.generate(model, *arguments)
-        assert chosen == [("dynamic", model, arguments)]
-
     @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-    def test_on_cuda_it_is_the_static_one(self, tiny, chosen, pretend_cuda, temperature):
+    def test_on_cuda_it_is_the_static_one(
+            self, model, prompts, chosen, pretend_cuda, temperature):
         """Samples to train on come from a float16 copy, and everything else comes from the model
-        itself, in float32."""
-        model, tokenizer = tiny
+        itself, in float32. On a CPU it is the other one, with the model itself."""
         before = copy.deepcopy(model.state_dict())
+        arguments = (prompts, 2, 3, temperature, FREQUENT_ENDS)
+        train_math.generate(model, *arguments)
+        assert chosen.pop() == ("dynamic", model, arguments)
         pretend_cuda(model)
-        arguments = (encoded(tokenizer), 2, 3, temperature, FREQUENT_ENDS)
         responses, log_probs = train_math.generate(model, *arguments)
         ((name, used, rest),) = chosen
         assert name == "static" and rest == arguments
@@ -273,7 +250,7 @@ class TestWhichSampler:
         for weight_name, weight in model.state_dict().items():
             assert torch.equal(weight, before[weight_name]) and weight.dtype == torch.float32
 
-    def test_a_short_window_needs_the_dynamic_one_on_cuda_too(self, chosen, pretend_cuda, capsys):
+    def test_a_short_window_needs_the_dynamic_one_on_cuda_too(self, chosen, pretend_cuda):
         """Both for a short text, which fits into the window, and for a long one."""
         model, tokenizer = model_of("a short window")
         pretend_cuda(model)
@@ -286,44 +263,20 @@ class TestWhichSampler:
 class TestPrecision:
     """Which copy of the weights samples responses to train on, on CUDA."""
 
-    @pytest.fixture
-    def outlier(self, fresh, pretend_cuda):
-        """A function that makes one hidden value of the model very large, as some real models have.
-        It is larger than any number of float16 if `size` is above 65,504."""
-        model, tokenizer = fresh
-
-        def make(size):
-            value = torch.zeros(model.config.hidden_size)
-            value[3] = size
-            model.model.layers[0].mlp.register_forward_hook(
-                lambda module, inputs, output: output + value.to(output.dtype))
-            return model, encoded(tokenizer)
-
-        pretend_cuda(model)
-        return make
-
     @staticmethod
-    def dtype_of(model, prompts, capsys):
+    def dtype_of(model, tokenizer, capsys):
         """(the dtype that sampled, what was printed)"""
         seen = []
-        original = cuda_sampling.static_rollout
 
         def static(sampler, *arguments):
             seen.append(next(sampler.parameters()).dtype)
-            return original(sampler, *arguments)
+            return static_rollout(sampler, *arguments)
 
+        arguments = encoded(tokenizer), 2, 3, 1.0, torch.tensor([1])
         with mock.patch.object(cuda_sampling, "static_rollout", static):
-            torch.manual_seed(0)
-            _, log_probs = train_math.generate(model, prompts, 2, 3, 1.0, torch.tensor([1]))
+            _, log_probs = train_math.generate(model, *arguments)
         assert log_probs.isfinite().all()
         return seen[-1], capsys.readouterr().out
-
-    @pytest.mark.parametrize("size, expected", [(100.0, torch.float16), (1e6, torch.bfloat16)])
-    def test_is_bf16_if_float16_overflows_and_one_line_says_so(
-            self, outlier, capsys, size, expected):
-        dtype, shown = self.dtype_of(*outlier(size), capsys)
-        assert dtype == expected
-        assert shown.count("\n") == shown.count("torch.float16") == (size == 1e6)
 
     def test_is_float32_if_both_are_far_from_it(self, tiny, pretend_cuda, capsys):
         """All logits are large, and two of them differ by less than half precision can show."""
@@ -334,24 +287,22 @@ class TestPrecision:
             weight[8] += 0.24
             weight[9] -= 0.24
             model.lm_head.weight = torch.nn.Parameter(weight)
-        dtype, shown = self.dtype_of(model, encoded(tokenizer), capsys)
+        dtype, shown = self.dtype_of(model, tokenizer, capsys)
         assert dtype == torch.float32 and shown.count("note:") == 2
 
     def test_is_changed_if_a_logit_overflows_only_later(self, fresh, pretend_cuda, capsys):
         """The prompts show nothing, but token 5 of a response makes float16 overflow."""
         model, tokenizer = fresh
         pretend_cuda(model)
-        prompts = encoded(tokenizer)
-        original = sampling.next_logits
 
-        def next_logits(sampler, cache, ids, mask, positions):
-            logits = original(sampler, cache, ids, mask, positions)
+        def overflows(sampler, cache, ids, mask, positions):
+            logits = next_logits(sampler, cache, ids, mask, positions)
             if ids.shape[1] == 1 and logits.dtype == torch.float16:
                 logits = logits + math.inf
             return logits
 
-        with mock.patch.object(cuda_sampling, "next_logits", next_logits):
-            dtype, shown = self.dtype_of(model, prompts, capsys)
+        with mock.patch.object(cuda_sampling, "next_logits", overflows):
+            dtype, shown = self.dtype_of(model, tokenizer, capsys)
         assert dtype == torch.bfloat16 and "torch.float16" in shown
 
     def test_is_refused_if_no_precision_gives_numbers(self, fresh, pretend_cuda):
@@ -364,10 +315,12 @@ class TestPrecision:
 
 
 class TestSample:
-    @pytest.mark.parametrize(
-        "rows, at_once", [(256, [5]), (16, [2, 2, 1]), (23, [2, 2, 1]), (7, [1] * 5)]
-    )
-    def test_takes_whole_groups_at_once_in_the_order_of_the_questions(self, tiny, rows, at_once):
+    @pytest.mark.parametrize("rows, sampled, greedy", [
+        (256, [5], [5]), (16, [4, 1], [2, 2, 1]), (23, [5], [2, 2, 1]), (7, [1] * 5, [1] * 5)])
+    def test_takes_whole_groups_at_once_in_the_order_of_the_questions(
+            self, tiny, rows, sampled, greedy):
+        """Greedy decoding, that of an evaluation, takes half as many, because there each row has a
+        prompt of its own, and reading these needs the most memory."""
         model, tokenizer = tiny
         questions = [{"question": f"{'Ann ' * n}?"} for n in (3, 1, 5, 2, 4)]
         seen = []
@@ -378,8 +331,10 @@ class TestSample:
 
         cfg = settings(rollout_rows=rows, max_completion_length=4, instruction="")
         parts = train_math.Parts(generate=spy)
+        train_math.sample(model, tokenizer, questions, 4, 1.0, cfg, parts)
+        assert seen == sampled
         got = train_math.sample(model, tokenizer, questions, 4, 0.0, cfg, parts)
-        assert seen == at_once and got.prompts[::4] == encoded(tokenizer, questions)
+        assert seen == sampled + greedy and got.prompts[::4] == encoded(tokenizer, questions)
         assert got.questions == [row for row in questions for _ in range(4)]
         assert len(got.texts) == 20 and got.log_probs.shape == (20, 4)
         assert got.texts == tokenizer.batch_decode(got.responses, skip_special_tokens=True)
@@ -389,20 +344,6 @@ class TestSample:
             group = slice(4 * i, 4 * i + 4)
             assert got.responses[group] == alone
             assert torch.allclose(got.log_probs[group], log_probs, atol=1e-5)
-
-    def test_of_an_evaluation_reads_half_as_many_prompts_at_once(self, fresh):
-        """Reading them needs the most memory, and each row has a prompt of its own."""
-        seen = []
-
-        def spy(model, prompts, group_size, *rest):
-            seen.append((len(prompts), group_size))
-            return train_math.generate(model, prompts, group_size, *rest)
-
-        cfg = settings(rollout_rows=8, max_steps=1)
-        parts = {"reward": parity_reward, "generate": spy}
-        train_math.train(cfg, *fresh, sums(8), sums(11), **parts)
-        evaluation = [(4, 1), (4, 1), (3, 1)]
-        assert seen == [*evaluation, (2, 4), (2, 4), *evaluation]
 
     @pytest.mark.parametrize("ends", [list(range(4, 75)), 7, None])
     def test_ends_at_any_end_token_of_the_model_or_the_tokenizer(self, tiny, monkeypatch, ends):
@@ -419,40 +360,16 @@ class TestSample:
         more = ends if isinstance(ends, list) else [ends] if ends else []
         assert asked == sorted({tokenizer.eos_token_id, *more})
 
-    def test_marks_of_tool_tokens_are_given_for_all_prompts_or_for_none(self, fresh):
-        def generate(model, prompts, *more):
-            found = [[5, 6]], torch.zeros(1, 6), [[True, False]]
-            return found if prompts == first else found[:2]
-
-        model, tokenizer = fresh
-        first = encoded(tokenizer, QUESTIONS[:1])
-        parts = train_math.Parts(generate=generate)
-        cfg = settings(rollout_rows=1, instruction="")
-        got = train_math.sample(model, tokenizer, QUESTIONS[:1], 1, 1.0, cfg, parts)
-        assert got.is_sampled == [[True, False]]
-        with pytest.raises(ValueError, match="zip"):
-            train_math.sample(model, tokenizer, QUESTIONS, 1, 1.0, cfg, parts)
-
-    def test_gives_texts_without_the_end_token(self, fresh):
-        model, tokenizer = fresh
-        response = tokenizer("4+5").input_ids + [tokenizer.eos_token_id]
-
-        parts = train_math.Parts(generate=lambda *arguments: ([response], torch.zeros(1, 6)))
-        got = train_math.sample(model, tokenizer, QUESTIONS[:1], 1, 1.0, settings(), parts)
-        assert got.responses == [response] and got.texts == ["4+5"]
-
     def test_asks_through_the_chat_template_with_the_instruction_and_the_system_prompt(self):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}A{% endif %}"
             "{% if enable_thinking is false %} now{% endif %}")
-        cfg = settings(instruction="Say #### 1")
-        ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
-        assert tokenizer.decode(ids[0]) == "user How?\nSay #### 1A now"
-        cfg = settings(instruction="Say #### 1", system="Be kind.")
-        ids = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
-        assert tokenizer.decode(ids[0]) == "system Be kind.user How?\nSay #### 1A now"
+        for system, begin in (None, ""), ("Be kind.", "system Be kind."):
+            cfg = settings(instruction="Say #### 1", system=system)
+            (ids,) = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
+            assert tokenizer.decode(ids) == begin + "user How?\nSay #### 1A now"
 
 
 class TestLogProbs:
@@ -480,114 +397,81 @@ class TestLogProbs:
             assert sizes == expected
             assert torch.allclose(chunks, whole, atol=1e-5)
 
-    def test_keep_the_end_token_if_it_is_also_the_pad_token(self):
-        end = pad = 0
-        batch = micro_batch([[5, 6], [5]], [[7, end], [8, 9, 7, end]])
-        assert batch.ids.tolist() == [[5, 6, 7, end, pad], [5, 8, 9, 7, end]]
-        assert batch.mask.tolist() == [[False, True, True, False], [True, True, True, True]]
-        assert batch.indices == [0, 1] and batch.old_log_probs is None and batch.extra == {}
-
-    def test_leave_out_what_a_tool_wrote_but_the_model_reads_it(self, tiny):
+    def test_leave_out_what_a_tool_wrote_but_the_model_reads_it(self, model):
         """The log-probs of the sampler stand where those of the update stand. Numbers are marks,
-        too."""
-        model, _ = tiny
+        too. The end token, 0, is kept although it is also the pad token."""
         is_sampled = [[1, 0, 1], [True]]
         sampled = torch.tensor([[-1.0, 0, -3], [-4, 0, 0]])
-        rollout = rollout_of([[5, 6], [5]], [[7, 8, 9], [7]], sampled, is_sampled)
+        rollout = rollout_of([[5, 6], [5]], [[7, 8, 0], [7]], sampled, is_sampled)
         batch = train_math.MicroBatch(rollout, torch.ones(2), [0, 1], "cpu")
+        assert batch.ids.tolist() == [[5, 6, 7, 8, 0], [5, 7, 0, 0, 0]]
         assert batch.mask.tolist() == [[False, True, False, True], [True] + [False] * 3]
         assert batch.sampler_log_probs.tolist() == [[0, -1, 0, -3], [-4, 0, 0, 0]]
         log_probs = train_math.response_log_probs(model, batch, 1.0)
-        everything = model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0].log_softmax(-1)
-        expected = torch.stack([torch.zeros(()), everything[1, 7], torch.zeros(()),
-                                everything[3, 9]])
+        zero = torch.zeros(())
+        everything = model(torch.tensor([[5, 6, 7, 8, 0]])).logits[0].log_softmax(-1)
+        expected = torch.stack([zero, everything[1, 7], zero, everything[3, 0]])
         assert torch.allclose(log_probs[0], expected, atol=1e-5)
 
-    def test_give_the_same_gradient_from_micro_batches_of_1_2_and_all(self, tiny):
-        """The rewards of the second group are equal. It is left out of the forward, and it still
-        counts in the denominator."""
-        model, tokenizer = tiny
-        prompts = encoded(tokenizer, [{"question": "Ann has 3?"}] * 4 + [{"question": "Bob?"}] * 4)
-        responses = [tokenizer("1" * n).input_ids for n in (1, 7, 2, 5, 3, 3, 4, 6)]
-        advantages = group_advantages(torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1]), 4)
-        rollout = rollout_of(prompts, responses)
-        everything = train_math.MicroBatch(rollout, advantages, range(8), "cpu")
-
-        def gradient(batches):
-            model.zero_grad()
-            for batch in batches:
-                log_probs = train_math.response_log_probs(model, batch, 1.0)
-                old_log_probs = log_probs.detach() - 1e-4
-                loss = gspo_loss(
-                    log_probs, old_log_probs, batch.advantages, batch.mask, denominator=8)
-                loss.backward()
-            return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-        expected = gradient([everything])
-        for tokens, n in (1, 4), (40, 2), (10_000, 1):
-            cfg = settings(micro_batch_tokens=tokens, minibatches=1)
-            (batches,) = train_math.build_minibatches(rollout, advantages, cfg)
-            assert len(batches) == n
-            assert sorted(i for batch in batches for i in batch.indices) == [0, 1, 2, 3]
-            assert all(batch.ids.numel() <= tokens or len(batch.ids) == 1 for batch in batches)
-            assert torch.allclose(gradient(batches), expected, atol=1e-6)
-
-    @pytest.mark.parametrize("tokens", [63, 64, 65])
-    def test_are_taken_in_micro_batches_that_fill_the_memory(self, tokens):
-        """Four responses of 16 tokens with their prompts fill 64 tokens."""
-        prompts = [[5] * 10] * 80
-        responses = [[6] * 6] * 80
+    @pytest.mark.parametrize("lengths, tokens, shapes", [
+        ([16] * 12, 63, [(3, 16)] * 4),
+        ([16] * 12, 64, [(4, 16)] * 3),
+        ([16] * 12, 65, [(4, 16)] * 3),
+        ([4, 31] * 4, 124, [(4, 4), (4, 31)]),
+    ])
+    def test_are_taken_in_micro_batches_of_similar_lengths_that_fill_the_memory(
+            self, lengths, tokens, shapes):
+        rollout = rollout_of([[5]] * len(lengths), [[6] * (n - 1) for n in lengths])
         cfg = settings(micro_batch_tokens=tokens, minibatches=1)
-        rollout = rollout_of(prompts, responses)
-        (batches,) = train_math.build_minibatches(rollout, torch.ones(80), cfg)
-        most = tokens // 16
-        assert [len(batch.ids) for batch in batches] == [most] * (80 // most) + [80 % most] * (
-            80 % most > 0)
+        (batches,) = train_math.build_minibatches(rollout, torch.ones(len(lengths)), cfg)
+        assert [tuple(batch.ids.shape) for batch in batches] == shapes
 
     def test_are_taken_in_minibatches_of_whole_groups(self, fresh):
+        """Responses with the advantage 0 are left out, and a minibatch of them, too."""
         _, tokenizer = fresh
         prompts = [prompt for prompt in encoded(tokenizer, sums(4)) for _ in range(4)]
         responses = [[4 + i] * (1 + i % 3) for i in range(16)]
         advantages = torch.arange(1, 17.0)
-        advantages[4:8] = 0
+        advantages[4:8] = advantages[9] = 0
         rollout = rollout_of(prompts, responses)
         (everything,) = train_math.build_minibatches(
             rollout, advantages, settings(minibatches=1), keeps_all=True)
         assert sum(len(batch.indices) for batch in everything) == 16
         minibatches = train_math.build_minibatches(rollout, advantages, settings())
-        assert len(minibatches) == 3, "one without a gradient is left out"
-        for start, minibatch in zip((0, 8, 12), minibatches):
-            indices = [i for batch in minibatch for i in batch.indices]
-            assert sorted(indices) == list(range(start, start + 4))
-            for batch in minibatch:
-                for i, ids, advantage in zip(batch.indices, batch.ids.tolist(), batch.advantages):
-                    assert (prompts[i] + responses[i] + [0] * 99)[: len(ids)] == ids
-                    assert advantage == advantages[i]
-
-    def test_of_similar_lengths_are_taken_together(self):
-        """Long and short responses alternate; in order of length they need two micro-batches
-        with no padding at all."""
-        responses = [[6] * (30 if i % 2 else 3) for i in range(8)]
-        cfg = settings(micro_batch_tokens=124, minibatches=1)
-        rollout = rollout_of([[5]] * 8, responses)
-        (batches,) = train_math.build_minibatches(rollout, torch.ones(8), cfg)
-        assert [tuple(batch.ids.shape) for batch in batches] == [(4, 4), (4, 31)]
+        found = [sorted(i for batch in minibatch for i in batch.indices)
+                 for minibatch in minibatches]
+        assert found == [[0, 1, 2, 3], [8, 10, 11], [12, 13, 14, 15]]
+        for batch in itertools.chain(*minibatches):
+            for i, ids, advantage in zip(batch.indices, batch.ids.tolist(), batch.advantages):
+                assert (prompts[i] + responses[i] + [0] * 99)[:len(ids)] == ids
+                assert advantage == advantages[i]
 
 
-class TestOtherModels:
-    @pytest.mark.parametrize("kind", ["LFM2", "GPT-2", "a short window"])
-    def test_sample_and_score_alike_and_train(self, kind):
-        """LFM2 has convolutions, whose state is in the cache beside keys and values. GPT-2 has
-        learned positions, which count from the first token of the prompt and not of the padding.
-        The last one has a layer that sees only the last eight tokens."""
+class TestModels:
+    @pytest.mark.parametrize("kind, sampler", [
+        ("Qwen3", dynamic_rollout),
+        ("Qwen3", static_rollout),
+        ("LFM2", dynamic_rollout),
+        ("GPT-2", dynamic_rollout),
+        ("GPT-2", static_rollout),
+        ("a short window", dynamic_rollout),
+    ])
+    def test_sample_and_score_alike_and_train(self, kind, sampler):
+        """Responses end at different times. Cache, positions and rows must stay aligned. LFM2 has
+        convolutions, whose state is in the cache beside keys and values. GPT-2 has learned
+        positions, which count from the first token of the prompt and not of the padding. The last
+        one has a layer that sees only the last eight tokens."""
         model, tokenizer = model_of(kind, seed=0)
         prompts = encoded(tokenizer)
         ends = torch.arange(1, 20)
         torch.manual_seed(0)
-        responses, sampled = train_math.generate(model, prompts, 8, 12, 0.7, ends)
+        responses, sampled = sampler(model, prompts, 8, 12, 0.7, ends)
         assert len({len(response) for response in responses}) > 3
+        assert sampled.shape == (16, 12) and not sampled.requires_grad
+        for response in responses:
+            assert response[-1] in ends or len(response) == 12
+            assert not set(response[:-1]) & set(ends.tolist())
         assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
-        cfg = settings(max_steps=1, max_completion_length=40)
-        check(model, tokenizer, sums(4), cfg)
-        _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=parity_reward)
+        check(model, tokenizer, sums(4), settings(max_completion_length=40))
+        _, row = train((model, tokenizer), 4, max_steps=1, max_completion_length=40)
         assert row["log_ratio_first_max"] == 0 < row["grad_norm"]

@@ -5,7 +5,6 @@ Further tests of it are in test_answers, test_rollout, test_bad_inputs and test_
 
 import copy
 import dataclasses
-import datetime
 import itertools
 import json
 import math
@@ -24,7 +23,6 @@ from filelock import FileLock
 
 import support.metrics
 import support.questions
-import support.runs
 import train_math
 from common.logs import read
 from gspo import group_advantages, gspo_loss
@@ -34,19 +32,24 @@ from tests.conftest import (
     at_call,
     check,
     constant_reward,
+    contents,
+    names_in,
     one_line,
     parity_reward,
+    refused,
     rollout_of,
     run,
     settings,
     sums,
+    train,
     without_clocks,
     write_jsonl,
 )
+from tests.test_rollout import model_of
 
 
-def dataset(path, **changes):
-    return settings(dataset=str(path), **changes)
+def load_questions(path, reward=None, **changes):
+    return train_math.load_questions(settings(dataset=str(path), **changes), reward)
 
 
 def write_rows(path, rows):
@@ -55,155 +58,105 @@ def write_rows(path, rows):
 
 
 class TestDataset:
-    def test_that_is_a_file_holds_out_its_last_rows_and_at_most_a_fifth(self, tmp_path):
-        rows = sums(11)
-        path = write_jsonl(tmp_path / "q.jsonl", rows)
-        for size, n in (0, 0), (1, 1), (2, 2), (99, 2):
-            questions, held_out = train_math.load_questions(dataset(path, eval_size=size))
-            assert questions + held_out == rows and len(held_out) == n
-
     @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "CSV"])
-    def test_may_be_a_file_of_several_kinds(self, tmp_path, ending):
-        write_rows(tmp_path / f"q.{ending}", sums(11))
-        questions, held_out = train_math.load_questions(dataset(tmp_path / f"q.{ending}"))
-        assert (questions, held_out) == (sums(11)[:9], sums(11)[9:])
+    def test_that_is_a_file_holds_out_its_last_rows_and_at_most_a_fifth(self, tmp_path, ending):
+        path = tmp_path / f"q.{ending}"
+        write_rows(path, sums(14))
+        for size, n in (0, 0), (1, 1), (2, 2), (99, 2):
+            questions, held_out = load_questions(path, eval_size=size)
+            assert questions + held_out == sums(14)
+            assert len(held_out) == n
 
-    def test_may_have_blank_lines(self, tmp_path):
-        write_rows(tmp_path / "q.jsonl", sums(11))
-        with open(tmp_path / "q.jsonl", "a") as file:
-            file.write("\n  \n")
-        assert sum(train_math.load_questions(dataset(tmp_path / "q.jsonl")), []) == sums(11)
-
-    @pytest.mark.parametrize("ending, other", [("jsonl", "test"), ("parquet", "validation")])
-    def test_that_is_a_folder_has_its_own_held_out_file(self, tmp_path, ending, other):
-        rows = sums(9)
-        for name, part in ("train", rows[:6]), (other, rows[6:]):
-            write_rows(tmp_path / f"{name}.{ending}", part)
-        assert train_math.load_questions(dataset(tmp_path, eval_size=2)) == (rows[:6], rows[6:8])
-        assert train_math.load_questions(dataset(tmp_path, eval_size=0)) == (rows[:6], [])
-
-    def test_that_has_test_and_validation_questions_holds_out_the_test_questions(self, tmp_path):
+    @pytest.mark.parametrize("ending, parts", [
+        ("jsonl", ["train", "test"]),
+        ("parquet", ["train", "validation"]),
+        ("csv", ["train", "validation", "test"]),
+    ])
+    def test_that_is_a_folder_holds_out_its_test_or_else_its_validation_file(
+            self, tmp_path, ending, parts):
         rows = sums(12)
-        for i, name in enumerate(["train", "validation", "test"]):
-            write_rows(tmp_path / f"{name}.jsonl", rows[4 * i : 4 * i + 4])
-        assert train_math.load_questions(dataset(tmp_path)) == (rows[:4], rows[8:])
+        for i, name in enumerate(parts):
+            write_rows(tmp_path / f"{name}.{ending}", rows[4 * i:4 * i + 4])
+        last = rows[:4 * len(parts)][-4:]
+        for size in 0, 2, 4:
+            assert load_questions(tmp_path, eval_size=size) == (rows[:4], last[:size])
 
     def test_on_the_hub_is_asked_for_by_its_name(self, monkeypatch):
         """No test asks the hub itself."""
         asked = []
         parts = {"train": sums(9)[:6], "test": sums(9)[6:]}
-        monkeypatch.setattr(
-            support.questions, "load_dataset", lambda *what: asked.append(what) or parts)
+
+        def load_dataset(*what):
+            asked.append(what)
+            return parts
+
+        monkeypatch.setattr(support.questions, "load_dataset", load_dataset)
         assert train_math.load_questions(settings(eval_size=2)) == (sums(6), sums(8)[6:])
         parts = {"train": sums(10)}
-        assert train_math.load_questions(dataset("some/maths")) == (sums(10)[:8], sums(10)[8:])
+        assert load_questions("some/maths") == (sums(10)[:8], sums(10)[8:])
         assert asked == [("openai/gsm8k", "main"), ("some/maths", None)]
 
-    def test_may_have_dates_and_needs_no_answer_for_an_own_reward(self, tmp_path):
-        rows = [{"question": f"{i}?", "day": datetime.datetime(2024, 1, i)} for i in range(1, 6)]
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
-        questions, held_out = train_math.load_questions(dataset(tmp_path), parity_reward)
-        assert questions + held_out == rows
-        hashes = []
-        for some in questions, list(questions), rows[:3], rows[:4][::-1]:
-            hashes.append(support.runs.fingerprint(dataset("x"), some)["questions"])
-        assert hashes[0] == hashes[1] and len(set(hashes)) == 3
 
-
-class Spy:
-    """Records what goes into and out of each part of a step."""
-
-    def __init__(self, monkeypatch):
-        self.events = []
-        self.rollouts = []
-        self.batches = []
-        self.rates = []
-        step = torch.optim.AdamW.step
-
-        def stepping(optimizer):
-            self.events.append("step")
-            self.rates.append(optimizer.param_groups[0]["lr"])
-            step(optimizer)
-
-        monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
-        gspo = train_math.ALGORITHMS["gspo"]
-        gspo = gspo._replace(loss=self.loss, advantages=self.group_advantages)
-        monkeypatch.setitem(train_math.ALGORITHMS, "gspo", gspo)
-
-    def generate(self, *arguments):
-        self.events.append("generate")
-        self.rollouts.append((arguments[1], *train_math.generate(*arguments)))
-        return self.rollouts[-1][1:]
-
-    def group_advantages(self, rewards, group_size):
-        self.events.append("advantages")
-        return group_advantages(rewards, group_size)
-
-    def build_minibatches(self, *arguments):
-        self.events.append("build")
-        return train_math.build_minibatches(*arguments)
-
-    def response_log_probs(self, model, batch, temperature):
-        self.events.append("new" if torch.is_grad_enabled() else "old")
-        self.batches.append(batch)
-        return train_math.response_log_probs(model, batch, temperature)
-
-    def loss(self, *arguments, **more):
-        self.events.append("loss")
-        return gspo_loss(*arguments, **more)
-
-    def parts(self):
-        names = ("generate", "build_minibatches", "response_log_probs")
-        return {name: getattr(self, name) for name in names}
-
-
-def brute_force_loss(model, prompts, responses, advantages, old_log_probs, temperature):
-    """GSPO as in the paper, one response after the other, clipped at 0.99 and 1.03.
+def brute_force_loss(algorithm, model, prompts, responses, advantages, old_log_probs, temperature):
+    """An algorithm as in the paper, one response after the other, clipped at 0.99 and 1.03.
 
     Returns (loss, log-probs)."""
     value = 0
     all_log_probs = []
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
         log_probs = (logits / temperature).log_softmax(-1)
         log_probs = log_probs[torch.arange(len(response)), torch.tensor(response)]
         all_log_probs.append(log_probs.detach())
         old = old_log_probs[i] if old_log_probs else all_log_probs[i]
-        s = (log_probs - old).mean().exp()
-        value = value - torch.minimum(s * advantages[i], s.clamp(0.99, 1.03) * advantages[i])
+        log_ratio = log_probs - old
+        if algorithm != "grpo":
+            log_ratio = log_ratio.mean()
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(0.99, 1.03)
+        value = value - torch.minimum(ratio * advantages[i], clipped * advantages[i]).mean()
     return value / len(prompts), all_log_probs
 
 
 class TestTraining:
-    def test_makes_the_updates_that_the_paper_says(self, tiny, monkeypatch):
+    @pytest.mark.parametrize("algorithm", train_math.ALGORITHMS)
+    def test_makes_the_updates_that_the_paper_says(self, tiny, monkeypatch, algorithm):
         """There are two epochs of two minibatches of several micro-batches, and in one group all
         rewards are equal. Each gradient is computed again with the weights before its update, and
         each update is made again by another AdamW."""
         model, tokenizer = tiny
         moments = []
+        rollouts = []
         clip = torch.nn.utils.clip_grad_norm_
 
         def note(parameters, norm):
             moments.append((copy.deepcopy(model), [p.grad.clone() for p in model.parameters()]))
             return clip(parameters, norm)
 
-        def reward(prompts, completions, **columns):
+        def sample(*arguments):
+            rollouts.append(train_math.sample(*arguments))
+            return rollouts[0]
+
+        def reward(**columns):
             return [0.5] * 4 + [i % 3 for i in range(12)]
 
-        spy = Spy(monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(torch.nn.utils, "clip_grad_norm_", note)
-            cfg = settings(
-                minibatches=2, epochs=2, max_steps=1, temperature=0.8, eps_low=0.01, eps_high=0.03,
-                micro_batch_tokens=60, learning_rate=3e-3)
-            _, row = train_math.train(cfg, model, tokenizer, sums(4), reward=reward, **spy.parts())
+            _, row = train(
+                tiny, 4, reward=reward, sample=sample, algorithm=algorithm, minibatches=2, epochs=2,
+                max_steps=1, temperature=0.8, eps_low=0.01, eps_high=0.03, micro_batch_tokens=60,
+                learning_rate=3e-3)
         moments.append((model, None))
-        ((prompts, responses, _),) = spy.rollouts
-        prompts = [prompt for prompt in prompts for _ in range(4)]
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        advantages = group_advantages(torch.tensor(reward(None, texts)), 4)
-        start = copy.deepcopy(moments[0][0])
-        _, old = brute_force_loss(start, prompts, responses, advantages, None, 0.8)
+        (rollout,) = rollouts
+        advantages = group_advantages(torch.tensor(reward()), 4)
+
+        def direct(model, half, old):
+            return brute_force_loss(
+                algorithm, model, rollout.prompts[half], rollout.responses[half], advantages[half],
+                old, 0.8)
+
+        start = moments[0][0]
+        _, old = direct(start, slice(0, 16), None)
         mine = copy.deepcopy(start)
         optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
         losses = []
@@ -211,8 +164,7 @@ class TestTraining:
         for k, (then, gradients) in enumerate(moments[:-1]):
             then.zero_grad()
             half = slice(0, 8) if k % 2 == 0 else slice(8, 16)
-            loss, new = brute_force_loss(
-                then, prompts[half], responses[half], advantages[half], old[half], 0.8)
+            loss, _ = direct(then, half, old[half])
             loss.backward()
             losses.append(loss.item())
             norms.append(math.hypot(*(p.grad.norm().item() for p in then.parameters())))
@@ -229,48 +181,19 @@ class TestTraining:
         assert row["log_ratio_first_max"] == 0 < row["clip_fraction"] < 1
         assert row["equal_reward_groups"] == 0.25
 
-    def test_takes_old_log_probs_once_before_the_first_update(self, fresh, monkeypatch):
-        """They come from the same micro-batches as the update, which are built once."""
-        spy = Spy(monkeypatch)
-        cfg = settings(epochs=2, minibatches=2, max_steps=3, micro_batch_tokens=60)
-        rows = train_math.train(cfg, *fresh, sums(9), reward=parity_reward, **spy.parts())
-        steps = " ".join(spy.events).split("generate ")[1:]
-        assert len(steps) == 3 and len(rows) == 4
-        batches = iter(spy.batches)
-        for step in steps:
-            *parts, last = step.split("step")
-            n = parts[0].count("old")
-            assert parts[0].startswith("advantages build " + "old " * n + "new loss")
-            assert n > 2 and sum(part.count("new loss") for part in parts) == 2 * n
-            assert len(parts) == 4 and "new" not in last and step.count("old") == n
-            old = list(itertools.islice(batches, n))
-            assert list(itertools.islice(batches, 2 * n)) == old * 2
-        assert spy.rates[::4] == pytest.approx([1e-3, 0.55e-3, 1e-4]), "to a tenth at max_steps"
-
-    @pytest.mark.parametrize("max_steps, last", [(1, 1e-3), (2, 1e-4)])
-    def test_begins_at_the_full_learning_rate(self, fresh, monkeypatch, max_steps, last):
-        spy = Spy(monkeypatch)
-        train_math.train(settings(max_steps=max_steps), *fresh, sums(4), reward=parity_reward)
-        assert spy.rates[0] == 1e-3
-        assert spy.rates[-1] == pytest.approx(last)
-
     @pytest.mark.parametrize("algorithm, clipped", [("gspo", 6), ("gspo_token", 6), ("grpo", 4)])
     @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
     def test_counts_the_tokens_that_the_algorithm_clips(
-            self, fresh, monkeypatch, algorithm, clipped, micro_batch_tokens):
+            self, fresh, own_loss, algorithm, clipped, micro_batch_tokens):
         """Six responses in two minibatches, with chosen log-probs. In the first minibatch, s is
         exp(-0.2), which is below the range of 0.85 to 1.2, for a response of 2 tokens. In the
         second, it is exp(0.4), which is above it, for a response of 4 tokens, and 1 for one of 2
         tokens. The others have advantage 0."""
-        cfg = settings(
-            algorithm=algorithm, eps_low=0.15, eps_high=0.2, group_size=3, prompts_per_step=2,
-            minibatches=2, max_completion_length=4, max_steps=1,
-            micro_batch_tokens=micro_batch_tokens)
         responses = [[5] * n for n in (2, 1, 3, 4, 2, 1)]
         moved_by = {0: [-0.4, 0.0], 3: [0.0, 0.5, 0.5, 0.6], 4: [0.0, 0.0]}
         sampled = torch.zeros(6, 4)
         for i, response in enumerate(responses):
-            sampled[i, : len(response)] = -1 - i
+            sampled[i, :len(response)] = -1 - i
         sampled[3, 1] = -4.7
 
         def response_log_probs(model, batch, temperature):
@@ -284,72 +207,49 @@ class TestTraining:
             assert arguments[-1] == 3, "the denominator"
             return len(log_probs) + 0 * log_probs.sum()
 
-        monkeypatch.setitem(
-            train_math.ALGORITHMS, algorithm, train_math.ALGORITHMS[algorithm]._replace(
-                loss=loss, advantages=lambda *arguments: torch.tensor([-1.0, 0, 0, 1, -1, 0])))
-        _, row = train_math.train(
-            cfg, *fresh, sums(2), reward=lambda **columns: [1, 0, 0, 0, 0, 0.5],
-            generate=lambda *arguments: (responses, sampled), response_log_probs=response_log_probs)
-        assert row["clip_fraction"] == pytest.approx(clipped / 8)
-        assert row["log_ratio_first_max"] == pytest.approx(0.2)
-        assert row["log_ratio_mean"] == pytest.approx(0.2)
-        assert row["log_ratio_std"] == pytest.approx(torch.tensor([0.4, 0]).std().item())
-        assert (row["loss"], row["grad_norm"]) == (1.5, 0)
-        assert row["reward"] == 0.25 and row["equal_reward_groups"] == 0
+        own_loss(loss, algorithm, advantages=lambda *_: torch.tensor([-1.0, 0, 0, 1, -1, 0]))
+        _, row = train(
+            fresh, 2, reward=lambda **columns: [1, 0, 0, 0, 0, 0.5],
+            generate=lambda *_: (responses, sampled), response_log_probs=response_log_probs,
+            algorithm=algorithm, eps_low=0.15, eps_high=0.2, group_size=3, prompts_per_step=2,
+            minibatches=2, max_completion_length=4, max_steps=1,
+            micro_batch_tokens=micro_batch_tokens)
+        expected = {
+            "clip_fraction": clipped / 8,
+            "log_ratio_first_max": 0.2,
+            "log_ratio_mean": 0.2,
+            "log_ratio_std": torch.tensor([0.4, 0]).std().item(),
+            "loss": 1.5,
+            "grad_norm": 0,
+            "reward": 0.25,
+            "equal_reward_groups": 0,
+            "response_length": 13 / 6,
+            "cut": 1 / 6,
+            "entropy": (2 + 2 + 9 + 16 + 10 + 6 + 0.7) / 13,
+            "sampler_gap": 0.7 / 8,
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected)
         assert row["seconds"] > row["seconds_rollout"] > 0
-        assert row["response_length"] == 13 / 6 and row["cut"] == 1 / 6
-        assert row["entropy"] == pytest.approx((2 + 2 + 9 + 16 + 10 + 6 + 0.7) / 13)
-        assert row["sampler_gap"] == pytest.approx(0.7 / 8)
+        assert "log_ratio_first_max is not 0" in row["notes"][0]
 
-    @pytest.mark.parametrize("steps", [1, 2])
-    def test_have_no_deviation_of_fewer_than_two_responses(self, steps):
+    @pytest.mark.parametrize("steps, mean", [(1, None), (2, 0)])
+    def test_have_no_deviation_of_fewer_than_two_responses(self, steps, mean):
         batch = train_math.MicroBatch(rollout_of([[1]], [[2, 3]]), torch.ones(1), [0], "cpu")
         batch.old_log_probs = torch.zeros(1, 2)
         batch.is_on_policy = True
-        update = [(batch, torch.zeros(1, 2), 0.0)]
-        row = train_math.update_metrics([update] * steps, [1.0] * steps, "sequence", (3e-4, 4e-4))
-        assert row["log_ratio_first_max"] == 0 and row["log_ratio_std"] is None
-        assert row["log_ratio_mean"] == (None if steps == 1 else 0)
-
-    def test_of_gspo_token_equals_gspo_and_grpo_differs(self, world):
-        rows = {}
-        for algorithm in train_math.ALGORITHMS:
-            cfg = settings(
-                algorithm=algorithm, eps_low=0.01, eps_high=0.01, max_steps=1, epochs=2,
-                learning_rate=1e-2)
-            model, tokenizer = train_math.load(world / "model", "cpu")
-            _, rows[algorithm] = train_math.train(
-                cfg, model, tokenizer, sums(4), reward=parity_reward)
-        for key in "loss", "grad_norm", "log_ratio_std", "clip_fraction":
-            gspo = pytest.approx(rows["gspo"][key], rel=1e-3, abs=1e-6)
-            assert rows["gspo_token"][key] == gspo
-            assert rows["grpo"][key] != gspo
+        updates = [[(batch, torch.zeros(1, 2), 0.0)]] * steps
+        row = train_math.update_metrics(updates, [1.0], "sequence", (3e-4, 4e-4))
+        assert row["log_ratio_mean"] == mean and row["log_ratio_std"] is None
 
     def test_keeps_the_weights_if_all_rewards_are_equal_and_says_so_once(
             self, command, world, tmp_path, capsys):
         rows = run(command, tmp_path / "a", reward=constant_reward)
-        assert all(row["equal_reward_groups"] == 1 for row in rows[1:])
         for row in rows[1:]:
+            assert row["equal_reward_groups"] == 1
             assert row["log_ratio_first_max"] is row["sampler_gap"] is None
         weights = [folder / "model" / "model.safetensors" for folder in (world, tmp_path / "a")]
         assert weights[0].read_bytes() == weights[1].read_bytes()
-        shown = capsys.readouterr().out
-        assert shown.count("note: no gradient in three steps") == 1 and "warning" not in shown
-        assert shown.index("step 3/6") < shown.index("no gradient") < shown.index("step 4/6")
-
-    def test_warns_when_the_first_ratios_are_not_1(self, fresh, tmp_path, capsys):
-        """In this test, it is in the second micro-batch of the first minibatch."""
-        calls = itertools.count(1)
-
-        def rounds_otherwise(model, batch, temperature):
-            log_probs = train_math.response_log_probs(model, batch, temperature)
-            return log_probs + 1e-6 * (torch.is_grad_enabled() and next(calls) == 2)
-
-        cfg = settings(output_dir=str(tmp_path), max_steps=1, minibatches=1, micro_batch_tokens=60)
-        _, row = train_math.train(
-            cfg, *fresh, sums(4), reward=parity_reward, response_log_probs=rounds_otherwise)
-        assert row["log_ratio_first_max"] > 0
-        assert "note: log_ratio_first_max is not 0" in capsys.readouterr().out
+        assert capsys.readouterr().out.count("note: no gradient in three steps") == 1
 
     @pytest.mark.parametrize("equal, is_noted", [
         ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False)])
@@ -360,52 +260,34 @@ class TestTraining:
             rows.append(row)
         assert ("notes" in support.metrics.notes(rows, 0.1)) == is_noted
 
-    def test_uses_all_questions_before_it_uses_any_twice(self, fresh, tmp_path):
-        questions = [{"question": str(i)} for i in range(10)]
-        start = copy.deepcopy(fresh[0].state_dict())
-
-        def picked(cfg, state=None):
+    def test_uses_all_questions_before_it_uses_any_twice(self, fresh):
+        def picked(seed):
             seen = []
 
             def reward(prompts, completions, **columns):
                 seen.extend(int(prompt) for prompt in prompts[::4])
-                return parity_reward(prompts, completions)
+                return constant_reward(prompts, completions)
 
-            fresh[0].load_state_dict(start)
-            train_math.train(cfg, *fresh, questions, state=state, reward=reward)
+            questions = [{"question": str(i)} for i in range(10)]
+            train(fresh, questions, reward=reward, max_steps=5, seed=seed)
             return seen
 
-        first = picked(settings(max_steps=5))
+        first = picked(0)
         assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
         assert first[:10] != first[10:]
-        assert first == picked(settings(max_steps=5)) != picked(settings(max_steps=5, seed=1))
-        cfg = settings(output_dir=str(tmp_path), max_steps=3)
-        picked(cfg)
-        state = train_math.load_state(cfg, questions)
-        assert picked(settings(output_dir=str(tmp_path), max_steps=5), state) == first[12:]
+        assert first == picked(0) != picked(1)
 
     def test_draws_other_responses_in_each_step_and_with_each_seed(self, fresh):
-        drawn = {}
-        for seed, step in (0, 1), (0, 2), (1, 1), (0, 1):
-            cfg = settings(seed=seed, learning_rate=1e-12)
-            responses = []
+        drawn = []
 
-            def generate(*arguments, responses=responses):
-                got = train_math.generate(*arguments)
-                responses += got[0]
-                return got
+        def reward(prompts, completions, **columns):
+            drawn.append(tuple(completions))
+            return constant_reward(prompts, completions)
 
-            optimizer = torch.optim.AdamW(fresh[0].parameters())
-            parts = train_math.Parts(reward=parity_reward, generate=generate)
-            train_math.train_step(*fresh, optimizer, sums(4), step, cfg, parts)
-            assert drawn.setdefault((seed, step), responses) == responses
-        assert drawn[0, 1] != drawn[0, 2] != drawn[1, 1] != drawn[0, 1]
-
-    def test_without_a_folder_writes_and_prints_nothing(self, fresh, tmp_path, monkeypatch, capsys):
-        monkeypatch.chdir(tmp_path)
-        cfg = settings(max_steps=2)
-        rows = train_math.train(cfg, *fresh, sums(9), sums(3), reward=constant_reward)
-        assert len(rows) == 3 and not list(tmp_path.iterdir()) and not capsys.readouterr().out
+        for seed in 0, 1, 0:
+            train(fresh, QUESTIONS[:1] * 4, reward=reward, max_steps=2, seed=seed)
+        assert drawn[:2] == drawn[4:]
+        assert len(set(drawn)) == 4
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_stops_if_weights_are_not_finite_and_keeps_the_last_good_state(
@@ -413,9 +295,8 @@ class TestTraining:
         def bad_loss(*arguments, **more):
             return bad * gspo_loss(*arguments, **more)
 
-        flags = ["--minibatches", "1", "--save_steps", "1", "--output_dir", tmp_path / "a"]
         own_loss(at_call(4, gspo_loss, bad_loss))  # the first is the trial
-        line = one_line(train_math.main, *command, *flags, reward=parity_reward)
+        line = refused(command, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
         assert "step 3: the loss or the weights are not finite" in line
         assert "--learning_rate" in line
         state = torch.load(tmp_path / "a" / "state.pt")
@@ -423,43 +304,27 @@ class TestTraining:
         assert all(weight.isfinite().all() for weight in state["model"].values())
 
     def test_multiplies_in_tf32_in_the_backward_alone(self, fresh):
-        """Seen from the decoder, from the log-probs and from the gradients of all parameters."""
-        model, tokenizer = fresh
-        seen = {"forward": [], "backward": []}
-
-        def note(moment):
-            seen[moment].append(torch.backends.cuda.matmul.allow_tf32)
+        """Seen from the decoder, from the log-probs and from the gradients of all parameters.
+        train() switches TF32 off, whatever it was."""
+        model, _ = fresh
+        matmul = torch.backends.cuda.matmul
+        seen = {"forward": set(), "backward": set()}
 
         def response_log_probs(*arguments):
-            note("forward")
             log_probs = train_math.response_log_probs(*arguments)
-            note("forward")
+            seen["forward"].add(matmul.allow_tf32)
             return log_probs
 
-        decoder = model.get_decoder()
-        decoder.register_forward_pre_hook(lambda *arguments: note("forward"))
-        decoder.register_forward_hook(lambda *arguments: note("forward"))
+        model.get_decoder().register_forward_pre_hook(
+            lambda *_: seen["forward"].add(matmul.allow_tf32))
         for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: note("backward"))
-        parts = {"reward": parity_reward, "response_log_probs": response_log_probs}
-        train_math.train(settings(max_steps=2), *fresh, sums(8), sums(2), **parts)
-        assert set(seen["forward"]) == {False} and set(seen["backward"]) == {True}
-        assert not torch.backends.cuda.matmul.allow_tf32
-
-    def test_restores_the_precision_after_an_exception_too(self, fresh, own_loss):
-        def loss(*arguments, **more):
-            loss = gspo_loss(*arguments, **more)
-            loss.register_hook(at_call(1, None, RuntimeError("in the backward")))
-            return loss
-
-        own_loss(loss)
-        matmul = torch.backends.cuda.matmul
+            parameter.register_hook(lambda _: seen["backward"].add(matmul.allow_tf32))
         matmul.allow_tf32 = True
-        with pytest.raises(RuntimeError, match="in the backward"):
-            train_math.train(settings(), *fresh, sums(8), reward=parity_reward)
-        is_restored = not matmul.allow_tf32
-        matmul.allow_tf32 = False
-        assert is_restored, "train() switches it off, whatever it was"
+        train(fresh, held_out=2, response_log_probs=response_log_probs, max_steps=2)
+        assert seen == {"forward": {False}, "backward": {True}}
+        with pytest.raises(KeyError), train_math.tf32_matmuls():
+            raise KeyError("in the backward")
+        assert not matmul.allow_tf32
 
     def test_writes_what_it_promises(self, whole):
         rows = read(whole / "metrics.jsonl")
@@ -541,40 +406,27 @@ class Killed(BaseException):
     pass
 
 
-def after(half):
-    """Does half of the work and then dies."""
-
-    def dying(*arguments, **more):
-        half(*arguments)
-        raise Killed
-
-    return dying
-
-
-def half_a_state(state, path):
-    path.write_bytes(b"PK")
-
-
-def half_a_text(path, text):
-    path.write_bytes(text.encode()[:-200])
-
-
-def half_a_model(self, folder):
-    folder.mkdir()
-    (folder / "config.json").write_text("{")
+def dies_while_writing(*arguments, **more):
+    """A file is damaged, or one of the model's, and nothing else happens any more."""
+    (path,) = [each for each in arguments if isinstance(each, Path)]
+    if path.name == "model":
+        path.mkdir()
+        path /= "config.json"
+    path.write_bytes(b"{")
+    raise Killed
 
 
 KILLS = {  # what is called, which call of it, and what it does instead
     "in an update": (None, None, 15, Killed()),
-    "in the log": (Path, "write_text", 6, after(half_a_text)),
-    "in the results of an evaluation": (Path, "write_text", 5, after(half_a_text)),
+    "in the log": (Path, "write_text", 6, dies_while_writing),
+    "in the results of an evaluation": (Path, "write_text", 5, dies_while_writing),
     "in an evaluation": (train_math, "evaluate", 3, Killed()),
-    "in the first save": (torch, "save", 1, after(half_a_state)),
-    "in a later save": (torch, "save", 3, after(half_a_state)),
+    "in the first save": (torch, "save", 1, dies_while_writing),
+    "in a later save": (torch, "save", 3, dies_while_writing),
     "before the first save counts": (os, "replace", 1, Killed()),
     "before a later save counts": (os, "replace", 2, Killed()),
     "in the model at the end": (
-        transformers.PreTrainedModel, "save_pretrained", 1, after(half_a_model)),
+        transformers.PreTrainedModel, "save_pretrained", 1, dies_while_writing),
 }
 
 
@@ -595,12 +447,14 @@ class TestResuming:
         assert_same(whole, tmp_path / "killed")
 
     @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
-    @pytest.mark.parametrize("number, second", [
-        (signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGTERM, signal.SIGINT),
-        (signal.SIGTERM, signal.SIGTERM),
+    @pytest.mark.parametrize("signals", [
+        [signal.SIGINT],
+        [signal.SIGTERM],
+        [signal.SIGTERM, signal.SIGINT],
+        [signal.SIGTERM, signal.SIGTERM],
     ])
     def test_after_a_signal_equals_a_run_never_stopped(
-            self, command, whole, tmp_path, capsys, number, second):
+            self, command, whole, tmp_path, capsys, signals):
         """The signal comes in the middle of step 3 of 6. After one signal, the step is finished and
         saved. After two, which may be different ones, the run ends at once. Afterwards, the earlier
         handlers are in place."""
@@ -608,152 +462,123 @@ class TestResuming:
 
         def reward(prompts, completions, **columns):
             if len(completions) == 16 and next(training) == 3:
-                os.kill(os.getpid(), number)
-                if second:
-                    os.kill(os.getpid(), second)
+                for each in signals:
+                    os.kill(os.getpid(), each)
             return parity_reward(prompts, completions)
 
-        before = {}
-        for each in signal.SIGINT, signal.SIGTERM:  # a program in the background ignores SIGINT
-            before[each] = signal.signal(each, signal.default_int_handler)
+        own = signal.default_int_handler  # a program in the background ignores SIGINT
+        before = {each: signal.signal(each, own) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             with pytest.raises(SystemExit) as stop:
                 run(command, tmp_path / "a", reward=reward)
-            assert all(signal.getsignal(each) is signal.default_int_handler for each in before)
+            assert all(signal.getsignal(each) is own for each in before)
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
-        shown = capsys.readouterr().out
-        assert "This step will be finished and saved" in shown
-        assert "no gradient" not in shown, "there was one"
-        if not second:
-            assert stop.value.code == 128 + number and "after step 3" in shown
-            assert (tmp_path / "a" / "model" / "model.safetensors").exists()
-        else:
+        assert "This step will be finished and saved" in capsys.readouterr().out
+        if len(signals) == 2:
             assert "What was saved is intact" in stop.value.code
+        else:
+            assert stop.value.code == 128 + signals[0]
+            assert (tmp_path / "a" / "model" / "model.safetensors").exists()
         rows = torch.load(tmp_path / "a" / "state.pt")["rows"]
-        assert len(rows) == (3 if second else 4)
+        assert len(rows) == 5 - len(signals)
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
 
-    def test_of_a_finished_run_changes_nothing_and_repairs_its_model(
-            self, command, whole, tmp_path, capsys):
-        folder = tmp_path / "a"
-        shutil.copytree(whole, folder)
-        (folder / "model" / "model.safetensors").write_bytes(b"half")
-        run(command, folder)
-        assert_same(whole, folder)
-        shown = capsys.readouterr().out
-        assert "step 6" in shown and "this run is complete. For a new one, choose another" in shown
-
     def test_takes_other_sizes_a_new_place_and_more_steps(self, command, whole, tmp_path, capsys):
-        """A message says that the learning rate jumps."""
         folder = tmp_path / "moved"
         shutil.copytree(whole, folder)
         data = shutil.copy(command[3], tmp_path / "copy.jsonl")
-        flags = [
-            "--max_steps", "8", "--micro_batch_tokens", "99", "--rollout_rows", "8", "--save_steps",
-            "5", "--dataset", str(data)]
-        rows = run(command, folder, *flags)
-        assert (
-            "begun with --max_steps 6 (with another value, the learning rate jumps)"
-            in (shown := capsys.readouterr().out))
+        rows = run(
+            command, folder, "--max_steps", "8", "--micro_batch_tokens", "99", "--rollout_rows",
+            "8", "--save_steps", "5", "--dataset", str(data))
+        shown = capsys.readouterr().out
+        assert "begun with --max_steps 6 (with another value, the learning rate jumps)" in shown
         assert "run is complete" not in shown
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
 
     @pytest.mark.parametrize("flags, words", [
-        (["--seed", "1"], "other values of seed."),
-        (["--group_size", "2"], "other values of group_size."),
-        (["--epochs", "2", "--temperature", "0.9"], "other values of epochs, temperature."),
-        (["--algorithm", "grpo"], "other values of algorithm, eps_low, eps_high."),
-        (["--learning_rate", "1"], "other values of learning_rate."),
-        (["--prompts_per_step", "8"], "other values of prompts_per_step."),
-        (["--minibatches", "2"], "other values of minibatches."),
-        (["--instruction", "Hm."], "other values of instruction."),
-        (["--max_completion_length", "7"], "other values of max_completion_length."),
-        (["--model", "other"], "other values of model."),
-        (["--eval_size", "2"], "questions. Choose another --output_dir. (questions may"),
-        (["--dataset", "changed.jsonl"], "questions. Choose another --output_dir. (questions may"),
+        ("--model other --seed 1 --instruction Hm. --system Hm. --algorithm grpo --group_size 2 "
+         "--prompts_per_step 8 --minibatches 2 --epochs 2 --learning_rate 1 --temperature 0.9 "
+         "--max_completion_length 7",
+         "other values of model, seed, instruction, system, algorithm, eps_low, eps_high, "
+         "group_size, prompts_per_step, minibatches, epochs, learning_rate, temperature, "
+         "max_completion_length."),
+        ("--eval_size 2", "questions. Choose another --output_dir. (questions may"),
+        ("--dataset changed.jsonl", "questions. Choose another --output_dir. (questions may"),
     ])
     def test_refuses_another_run_by_what_it_has_changed(
             self, command, whole, tmp_path, monkeypatch, flags, words):
-        load = {"load": lambda *a: pytest.fail("a model was loaded first")}
+        load = {"load": lambda *_: pytest.fail("a model was loaded first")}
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "changed.jsonl", [{"question": "new?", "answer": "1"}] + sums(29))
-        before = {path: path.read_bytes() for path in whole.rglob("*.*")}
-        line = one_line(
-            train_math.main, *command, "--output_dir", whole, *flags, reward=parity_reward, **load)
+        before = contents(whole)
+        line = refused(command, whole, *flags.split(), **load)
         assert words in line and f"--output_dir {whole}: " in line
-        assert {path: path.read_bytes() for path in whole.rglob("*.*")} == before
+        assert contents(whole) == before
 
     @pytest.mark.parametrize("name", ["thesis.txt", "model"])
     def test_refuses_a_folder_that_holds_something_else(self, command, tmp_path, name):
         (tmp_path / name).write_text("mine")
-        assert "not empty" in one_line(train_math.main, *command, "--output_dir", tmp_path)
-        assert {path.name for path in tmp_path.iterdir()} == {name}
+        assert "not empty" in refused(command, tmp_path)
+        assert names_in(tmp_path) == {name}
         assert (tmp_path / name).read_text() == "mine"
 
-    def test_refuses_a_damaged_state(self, command, whole, tmp_path):
-        shutil.copytree(whole, tmp_path / "a")
-        state = tmp_path / "a" / "state.pt"
-        state.write_bytes(state.read_bytes()[:-5000])
-        with pytest.raises(SystemExit, match=f"--output_dir {tmp_path / 'a'}: "):
-            run(command, tmp_path / "a")
-
-    def test_refuses_a_second_process_and_gives_the_lock_back(self, command, tmp_path):
-        (tmp_path / "a").mkdir()
-        flags = [*command, "--output_dir", tmp_path / "a"]
-        with FileLock(tmp_path / "a" / "lock"):
-            assert "is in use by another process" in one_line(train_math.main, *flags)
+    def test_refuses_a_second_process_and_gives_the_lock_back(self, command, fresh, tmp_path):
+        folder = tmp_path / "a"
+        folder.mkdir()
+        with FileLock(folder / "lock"):
+            assert "is in use by another process" in refused(command, folder)
+            with pytest.raises(ValueError, match="is in use by another"):
+                train(fresh, output_dir=folder)
+        assert names_in(folder) == {"lock"}
         for _ in range(2):  # after an error, too
-            assert "--model nowhere" in one_line(train_math.main, *flags, "--model", "nowhere")
-        FileLock(tmp_path / "a" / "lock").acquire(timeout=0)
+            assert "--model nowhere" in refused(command, folder, "--model", "nowhere")
+        FileLock(folder / "lock").acquire(timeout=0)
+
+
+ABOVE_0 = ("rollout_rows", "prompts_per_step", "max_steps", "save_steps", "micro_batch_tokens",
+           "epochs", "minibatches", "max_completion_length", "temperature", "eps_low", "eps_high")
 
 
 class TestCommandLine:
     @pytest.mark.parametrize("flags, word", [
+        *((f"--{name} 0", f"--{name} 0") for name in ABOVE_0),
         ("--group_size 1", "--group_size 1"),
         ("--group_siz 4", "there is no flag --group_siz; see --group_size"),
         ("--learningrate=1", "there is no flag --learningrate=1; see --learning_rate"),
-        ("--zzz 4", "there is no flag --zzz; see --help"), ("--rollout_rows 0", "--rollout_rows"),
-        ("--prompts_per_step 0", "--prompts_per_step"),
-        ("--prompts_per_step 6", "--minibatches"), ("--temperature 0", "--temperature"),
-        ("--learning_rate nan", "nan"), ("--learning_rate -1", "--learning_rate"),
-        ("--eps_low 0", "--eps_low"), ("--eps_low 1.5", "eps_low 1.5"),
-        ("--eps_low 0.9997", "0.9997"), ("--eps_low 0.9", "distance"),
-        ("--eps_high 0", "--eps_high"), ("--eps_high -0.1", "--eps_high"),
-        ("--eps_high inf", "--eps_high"), ("--tiny", "--tiny"),
-        ("--eval_size -1", "--eval_size"), ("--max_steps 0", "--max_steps"),
-        ("--seed -1", "--seed"), ("--seed 99999999999999999", "--seed"), ("stray", "stray"),
-        ("--save_steps 0", "--save_steps"), ("--micro_batch_tokens 0", "--micro_batch_tokens"),
-        ("--epochs 0", "--epochs"), ("--minibatches 0", "--minibatches"),
-        ("--max_completion_length 0", "--max_completion_length"),
+        ("--zzz 4", "there is no flag --zzz; see --help"),
+        ("--prompts_per_step 6", "--minibatches"),
+        ("--learning_rate nan", "nan"),
+        ("--learning_rate -1", "--learning_rate"),
+        ("--eps_low 1.5", "eps_low 1.5"),
+        ("--eps_low 0.9997", "0.9997"),
+        ("--eps_high inf", "--eps_high"),
+        ("--eval_size -1", "--eval_size"),
+        ("--seed -1", "--seed"),
+        ("--seed 99999999999999999", "--seed"),
+        ("stray", "stray"),
     ])
     def test_refuses_what_is_wrong_in_one_line(self, flags, word):
         line = one_line(train_math.main, *flags.split())
         assert line.startswith("train_math.py: settings: ") and word in line
 
-    @pytest.mark.parametrize("flags", ["--algorithm ppo", "--group_size x", "--seed"])
-    def test_refuses_a_value_of_another_kind(self, flags, capsys):
-        with pytest.raises(SystemExit) as stop:
-            train_math.main(flags.split())
-        assert stop.value.code == 2 and flags.split()[0] in capsys.readouterr().err
-
     @pytest.mark.parametrize("flags, expected", [
-        ("", (3e-4, 4e-4)), ("--algorithm gspo_token", (3e-4, 4e-4)),
-        ("--algorithm grpo", (0.2, 0.27)), ("--eps_low 0.1", (0.1, 4e-4)),
-        ("--algorithm grpo --eps_high 0.1", (0.2, 0.1)), ("--eps_low 1 --eps_high 1e9", (1, 1e9)),
+        ("", (3e-4, 4e-4)),
+        ("--algorithm gspo_token", (3e-4, 4e-4)),
+        ("--algorithm grpo", (0.2, 0.27)),
+        ("--eps_low 0.1", (0.1, 4e-4)),
+        ("--algorithm grpo --eps_high 0.1", (0.2, 0.1)),
+        ("--eps_low 1 --eps_high 1e9", (1, 1e9)),
     ])
     def test_gives_each_algorithm_its_own_clip_range(self, flags, expected):
-        assert train_math.parse_settings(flags.split()).clip_range() == expected
-
-    def test_a_changed_algorithm_has_its_own_clip_range(self):
-        grpo = train_math.Settings(algorithm="grpo")
-        assert dataclasses.replace(grpo, algorithm="gspo").clip_range() == (3e-4, 4e-4)
-        given = train_math.Settings(algorithm="grpo", eps_low=0.1)
-        assert dataclasses.replace(given, algorithm="gspo").clip_range() == (0.1, 4e-4)
+        cfg = train_math.parse_settings(flags.split())
+        assert cfg.clip_range() == expected
+        if cfg.eps_low is cfg.eps_high is None:
+            assert dataclasses.replace(cfg, algorithm="gspo").clip_range() == (3e-4, 4e-4)
 
     def test_has_these_defaults(self):
         """A changed default is a change for everybody who repeats a run without flags."""
@@ -769,45 +594,27 @@ class TestCommandLine:
             "eval_size": 512,
         }
 
-    @pytest.mark.parametrize("flags, has_cuda, has_gpu, said", [
-        ("", False, False, "no CUDA GPU was found. On a CPU, a step takes many minutes"),
-        ("", False, True, "this PyTorch cannot use your NVIDIA GPU (see README.md). On a CPU"),
-        ("--device cpu", False, True, None), ("--device=cpu", False, True, None),
-        ("", True, True, None)])
-    def test_says_what_it_means_to_have_no_gpu(
-            self, monkeypatch, capsys, flags, has_cuda, has_gpu, said):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    @pytest.mark.parametrize("flags, has_gpu, said", [
+        ("", False, "no CUDA GPU was found. On a CPU, a step takes many minutes"),
+        ("", True, "this PyTorch cannot use your NVIDIA GPU"),
+        ("--device=cpu", True, ""),
+    ])
+    def test_says_once_what_it_means_to_have_no_gpu(
+            self, monkeypatch, capsys, flags, has_gpu, said):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(shutil, "which", lambda name: name if has_gpu else None)
-        train_math.parse_settings(flags.split())
-        train_math.parse_settings(flags.split())
+        for _ in range(2):
+            train_math.parse_settings(flags.split())
         printed = capsys.readouterr().out
-        assert printed.count("note: ") == bool(said) and (said or "") in printed
-
-    @pytest.mark.parametrize("error, is_offline", [
-        (ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub"), True),
-        (OSError("We couldn't connect to the hub to load the files"), True),
-        (OSError("disk error"), False)])
-    def test_says_what_to_do_without_a_network(self, command, tmp_path, error, is_offline):
-        load = at_call(1, train_math.load, error)
-        line = one_line(train_math.main, *command, "--output_dir", tmp_path / "a", load=load)
-        assert str(error) in line
-        assert ("Without a network, use --model FOLDER and --dataset FILE" in line) == is_offline
+        assert printed.count("note: ") == bool(said) and said in printed
 
     def test_helps(self, capsys):
         with pytest.raises(SystemExit) as stop:
             train_math.main(["--help"])
         said = " ".join(capsys.readouterr().out.split())
-        assert "[--flag value ...]" in said
-        assert not stop.value.code and "(default: runs/math)" in said and "the loss" in said
-        for algorithm in train_math.ALGORITHMS:
-            assert algorithm in said
-
-    def test_names_the_flags_that_help_when_memory_runs_out(self, command, tmp_path, own_loss):
-        flags = ["--output_dir", tmp_path / "a"]
-        own_loss(at_call(1, gspo_loss, torch.OutOfMemoryError("CUDA out of memory.")))
-        line = one_line(train_math.main, *command, *flags, reward=parity_reward)
-        assert "CUDA out of memory" in line
-        assert "--micro_batch_tokens" in line and "--rollout_rows" in line
+        assert not stop.value.code
+        for word in "[--flag value ...]", "(default: runs/math)", *train_math.ALGORITHMS:
+            assert word in said
 
     def test_shows_the_traceback_of_a_mistake_in_a_part_and_can_be_called_again(
             self, command, whole, tmp_path, own_loss):
@@ -833,20 +640,16 @@ class TestCommandLine:
         log = read(tmp_path / "a" / "metrics.jsonl")
         assert log[0]["eval_reward"] == log[1]["reward"] == 0
         shown = capsys.readouterr().out
-        assert "26 questions and 4 held-out ones" in shown and "step 1/3" in shown
-        assert "eval_reward 0 (95% CI 0 to 0.49)" in " ".join(shown.split())
-        assert "103,488 parameters" in shown and "a complete prompt: 'has 0 figs?" in shown
+        for word in ("26 questions and 4 held-out ones", "step 1/3", "103,488 parameters",
+                     "eval_reward 0  (95% CI 0 to 0.49)", "a complete prompt: 'has 0 figs?"):
+            assert word in shown
         lines = [line for line in shown.split("\n") if "? -> '" in line]
         assert len(lines) == len(set(lines)) >= 2, "an example is printed again if it changes"
         for step in 0, 2, 3:
             rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
-            assert [row["question"] for row in rows] == [row["question"] for row in sums(30)[26:]]
             assert [row["gold"] for row in rows] == ["26", "27", "28", "29"]
-            for row in rows:
-                assert row["tokens"] - 1 <= len(row["response"]) <= row["tokens"] <= 6
             for name in "reward", "last_number":
                 assert log[step][f"eval_{name}"] == sum(row[name] for row in rows) / 4
-                assert f"eval_{name}_interval" in log[step]
 
 
 def doubled(forward, inputs):
@@ -885,30 +688,25 @@ class TestModels:
             check(model, tokenizer, questions)
 
     @pytest.mark.parametrize("fault, words", [
-        ("no pair by one token", "not a pair"), ("no end", "an end token"),
-        ("no template", "chat"), ("too long", "up to 515 tokens"), ("nan", "differ by nan"),
+        ("no pair by one token", "not a pair"),
+        ("no end", "an end token"),
+        ("nan", "differ by nan"),
     ])
     def test_that_do_not_fit_end_in_one_line_before_any_step(
             self, command, fresh, tmp_path, fault, words):
         model, tokenizer = fresh
-        flags = ["--output_dir", tmp_path / "a"]
         if fault == "no pair by one token":
-            questions = train_math.load_questions(settings(dataset=command[3]))[0]
+            questions, _ = load_questions(command[3])
             prompts = train_math.encode_prompts(tokenizer, questions, settings())
             model.resize_token_embeddings(max(map(max, prompts)))
         elif fault == "no end":
             tokenizer.eos_token = model.generation_config.eos_token_id = None
-        elif fault == "no template":
-            tokenizer.chat_template = None
-        elif fault == "too long":
-            flags += ["--max_completion_length", "490"]
         else:
             model.lm_head.weight.data[5] = math.nan
-        parts = {"reward": parity_reward, "load": lambda *a: fresh}
-        line = one_line(train_math.main, *command, *flags, **parts)
+        line = refused(command, tmp_path / "a", load=lambda *_: fresh)
         assert line.startswith(f"train_math.py: a trial of {command[1]} and the parts: ")
         assert words in line
-        assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
+        assert names_in(tmp_path / "a") == {"lock"}
 
     @pytest.mark.parametrize("config, name, value", [
         (transformers.Gemma2Config, "final_logit_softcapping", 30.0),
@@ -925,22 +723,19 @@ class TestModels:
         with pytest.raises(ValueError, match=name):
             check(*fresh)
 
-    def test_are_trained_without_dropout(self, fresh):
+    def test_are_trained_without_dropout(self):
         """Dropout would give the same tokens other log-probs in each forward."""
-        _, tokenizer = fresh
-        config = transformers.GPT2Config(
-            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=256,
-            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, resid_pdrop=0.5)
-        model = transformers.GPT2LMHeadModel(config).train()
-        rows = train_math.train(
-            settings(max_steps=2), model, tokenizer, sums(8), reward=parity_reward)
+        model, tokenizer = model_of("GPT-2")
+        model.train()
+        rows = train((model, tokenizer), max_steps=2)
         assert not model.training
         assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
 
     def test_in_half_precision_are_refused_with_the_remedy(self, fresh):
-        model, tokenizer = fresh
+        model, _ = fresh
+        model.bfloat16()
         with pytest.raises(ValueError, match="bfloat16.*float32"):
-            train_math.train(settings(), model.bfloat16(), tokenizer, sums(8), reward=parity_reward)
+            train(fresh)
         model.float()
         model.frozen = torch.nn.Parameter(torch.ones(1).bfloat16(), requires_grad=False)
-        train_math.train(settings(max_steps=1), *fresh, sums(8), reward=parity_reward)
+        train(fresh, max_steps=1)
