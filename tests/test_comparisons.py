@@ -11,21 +11,16 @@ from torch.testing import assert_close
 
 import train_math
 from common.logs import write
-from common.tiny_model import tiny_model, tiny_tokenizer
 from experiments.comparisons import parts, report, runs, settings, successors
 from experiments.precision import rounding
 from experiments.tiny import exact
-from gspo import clip_fraction, grpo_loss, gspo_loss, sequence_ratio
+from gspo import clip_fraction, grpo_loss, sequence_ratio
+from tests.conftest import rollout_of
 
 
 @pytest.fixture
-def tokenizer():
-    return tiny_tokenizer()
-
-
-@pytest.fixture
-def model(tokenizer):
-    return tiny_model(tokenizer, 0)
+def model(fresh):
+    return fresh[0]
 
 
 @pytest.fixture
@@ -49,10 +44,6 @@ def gradient(loss, batch, eps=(0.01, 0.02), **extra):
     return log_probs.grad
 
 
-def pushes(batch, weight, gate, eps=(0.01, 0.02), **more):
-    return gradient(parts.surrogate(weight, gate, **more), batch, eps)
-
-
 def log_probs_of(model, b):
     return train_math.response_log_probs(model, b, 1.0)
 
@@ -60,99 +51,15 @@ def log_probs_of(model, b):
 def one_batch(build_minibatches, prompts, responses, log_probs):
     """A whole rollout as one minibatch of one micro-batch."""
     cfg = train_math.Settings(device="cpu", minibatches=1)
-    is_sampled = [[True] * len(response) for response in responses]
-    rollout = train_math.Rollout(None, prompts, responses, log_probs, None, is_sampled)
-    minibatches = build_minibatches(rollout, torch.ones(len(responses)), cfg)
-    assert [len(minibatch) for minibatch in minibatches] == [1]
-    return minibatches[0][0]
+    rollout = rollout_of(prompts, responses, log_probs)
+    (minibatch,) = build_minibatches(rollout, torch.ones(len(responses)), cfg)
+    (batch,) = minibatch
+    return batch
 
 
-class TestSurrogate:
-    @pytest.mark.parametrize("eps", [(0.003, 0.004), (0.1, 0.2), (0.8, 9.0)])
-    def test_has_the_gradient_of_the_algorithm_on_its_diagonal(self, batch, eps):
-        grpo = pushes(batch, "token", "token", eps=eps)
-        assert_close(grpo, gradient(grpo_loss, batch, eps))
-        gspo = pushes(batch, "sequence", "sequence", eps=eps)
-        assert_close(gspo, gradient(gspo_loss, batch, eps))
-
-    def test_off_the_diagonal_combines_one_weight_with_another_gate(self, batch):
-        weighted = pushes(batch, "token", "one")  # 1 is never clipped
-        gated = pushes(batch, "one", "sequence")
-        plain = pushes(batch, "one", "one")
-        kept = gated != 0
-        assert_close(pushes(batch, "token", "sequence"), weighted * kept,
-                     msg="the weight is the token ratio, and the gate is the sequence ratio's")
-        assert_close(gated, plain * kept)
-        kept = kept[batch[3]]
-        assert kept.any() and not kept.all()
-
-    def test_clips_only_the_given_side(self, batch):
-        both = pushes(batch, "sequence", "sequence")
-        above = pushes(batch, "sequence", "sequence", side="above")
-        below = pushes(batch, "sequence", "sequence", side="below")
-        free = pushes(batch, "sequence", "one")
-        right = (batch[2] > 0)[:, None]
-        assert torch.equal(above, both.where(right, free))
-        assert torch.equal(below, both.where(~right, free))
-        assert (both != above).any()
-        assert (both != below).any()
-
-    def test_clips_as_many_responses_at_random(self, batch):
-        torch.manual_seed(0)
-
-        def gone(shuffled):
-            pushed = pushes(batch, "sequence", "sequence", shuffled=shuffled)
-            return (pushed == 0).all(dim=1)
-
-        right = batch[2] > 0
-        own = gone(None)
-        assert own[right].any()
-        assert own[~right].any()
-        assert not own.all()
-        for shuffled in ("all", "sign"):
-            draws = [gone(shuffled) for _ in range(100)]
-            draws = torch.stack(draws)
-            number = draws.sum(dim=1)
-            assert (number == own.sum()).all(), "as many as the clip would remove"
-            assert draws.any(dim=0).all(), "each response can be among them"
-            assert len(draws.unique(dim=0)) > 1
-        number = draws[:, right].sum(dim=1)
-        assert (number == own[right].sum()).all(), "as many of each sign"
-
-    @pytest.mark.parametrize("share", [0.25, 0.0])
-    def test_multiplies_negative_advantages_by_the_factor(self, batch, share):
-        eps = 0.1, 0.2
-        plain = pushes(batch, "token", "token", eps=eps)
-        less = pushes(batch, "token", "token", eps=eps, negatives=share)
-        down = batch[2] < 0
-        assert (plain[down] != 0).any()
-        assert_close(less[down], share * plain[down])
-        assert_close(less[~down], plain[~down])
-
-    def test_caps_the_weight(self, batch):
-        *_, mask = batch
-        plain = pushes(batch, "one", "one")[mask]
-        free = pushes(batch, "token", "one")[mask]
-        capped = pushes(batch, "token", "one", cap=1.1)[mask]
-        ratio = free / plain
-        assert_close(capped / plain, ratio.clamp(max=1.1))
-
-    def test_with_a_noisy_gate_equals_gspo_except_for_what_is_clipped(self, batch):
-        quiet = parts.noisy_gate(0)
-        noisy = parts.noisy_gate(1.0)
-        assert_close(gradient(quiet, batch), gradient(gspo_loss, batch))
-        free = gradient(quiet, batch, (0.99, 99))
-        torch.manual_seed(0)
-        draws = [gradient(noisy, batch) for _ in range(100)]
-        draws = torch.stack(draws)
-        kept = draws != 0
-        assert_close(draws, free * kept, msg="the weight is s without noise")
-        first = kept[:, :, 0]
-        decided = first.any(dim=0) & ~first.all(dim=0)
-        assert decided.all(), "noise of a hundred times the range decides about clipping"
-
-
-# The gradient of each successor for a response with the token ratios r (n,) and the advantage a.
+# ---- losses --------------------------------------------------------------------------------------
+# What a response with the token ratios r (n,) and the advantage a adds to the gradient of the
+# objective. In the order of the table below.
 
 
 def inside(r, a, low, high):
@@ -193,6 +100,10 @@ def luspo(r, a, n, low, high):
     return n * gspo(r, a, n, low, high)
 
 
+def grpo(r, a, n, low, high):
+    return tokens(r, a, n, low, high) / n
+
+
 def tokens(r, a, n, low, high):
     return a * r * inside(r, a, 1 - low, 1 + high)
 
@@ -201,25 +112,42 @@ def cispo(r, a, n, low, high):
     return a * r.clamp(max=1 + high)
 
 
-class TestSuccessors:
+def token_weight_and_sequence_gate(r, a, n, low, high):
+    return a * r / n * inside(r.prod() ** (1 / n), a, 1 - low, 1 + high)
+
+
+def capped(r, a, n, low, high):
+    return a * r.clamp(max=1.1) / n
+
+
+def quarter_of_negatives(r, a, n, low, high):
+    return grpo(r, a, n, low, high) * (1 if a > 0 else 0.25)
+
+
+class TestLosses:
     mean_length = 4.5  # of responses of 2 to 7 tokens
 
-    @pytest.mark.parametrize("name, weights, low, high, divisor", [
-        ("sapo", sapo, 5.0, 3.0, 1),
-        ("gmpo", gmpo, 0.1, 0.15, 1),
-        ("fspo", fspo, 0.1, 0.2, 1),
-        ("fspo_200", fspo, 0.1, 0.2, 200),
-        ("luspo", luspo, 0.01, 0.02, 1),
-        ("luspo_200", luspo, 0.01, 0.02, 200),
-        ("gspo_200", gspo, 0.01, 0.02, 1 / 200),
-        ("dapo", tokens, 0.1, 0.2, mean_length),
-        ("dr_grpo", tokens, 0.1, 0.2, successors.BUDGET),
-        ("cispo", cispo, None, 0.2, mean_length),
+    @pytest.mark.parametrize("loss, weights, low, high, divisor", [
+        (successors.sapo_loss, sapo, 5.0, 3.0, 1),
+        (successors.gmpo_loss, gmpo, 0.1, 0.15, 1),
+        (successors.fspo_loss, fspo, 0.1, 0.2, 1),
+        (successors.fspo_200_loss, fspo, 0.1, 0.2, 200),
+        (successors.luspo_loss, luspo, 0.01, 0.02, 1),
+        (successors.luspo_200_loss, luspo, 0.01, 0.02, 200),
+        (successors.gspo_200_loss, gspo, 0.01, 0.02, 1 / 200),
+        (successors.dapo_loss, tokens, 0.1, 0.2, mean_length),
+        (successors.dr_grpo_loss, tokens, 0.1, 0.2, successors.BUDGET),
+        (successors.cispo_loss, cispo, None, 0.2, mean_length),
+        (parts.surrogate("token", "token"), grpo, 0.1, 0.2, 1),
+        (parts.surrogate("sequence", "sequence"), gspo, 0.01, 0.02, 1),
+        (parts.surrogate("token", "sequence"), token_weight_and_sequence_gate, 0.01, 0.02, 1),
+        (parts.surrogate("token", "one", cap=1.1), capped, 0.01, 0.02, 1),
+        (parts.surrogate("token", "token", negatives=0.25), quarter_of_negatives, 0.1, 0.2, 1),
+        (parts.noisy_gate(0), gspo, 0.01, 0.02, 1),
     ])
-    def test_have_the_gradient_of_their_formula(self, batch, name, weights, low, high, divisor):
+    def test_have_the_gradient_of_their_formula(self, batch, loss, weights, low, high, divisor):
         new, old, advantages, mask = batch
         padded = new.masked_fill(~mask, math.nan), old, advantages, mask
-        loss = getattr(successors, f"{name}_loss")
         given = gradient(loss, padded, (low, high))
         expected = torch.zeros_like(given)
         for i, a in enumerate(advantages):
@@ -228,9 +156,37 @@ class TestSuccessors:
             pushed = weights(r, a, len(r), low, high)
             expected[i, own] = -pushed / divisor / 6
         assert_close(given, expected)
-        if name not in ("sapo", "cispo"):
+        if weights not in (sapo, cispo, capped):
             dropped = given[mask] == 0
             assert dropped.any() and not dropped.all()
+
+    def test_clip_as_many_responses_at_random(self, batch):
+        torch.manual_seed(0)
+
+        def gone(shuffled):
+            loss = parts.surrogate("sequence", "sequence", shuffled=shuffled)
+            return (gradient(loss, batch) == 0).all(dim=1)
+
+        right = batch[2] > 0
+        own = gone(None)
+        assert own[right].any() and own[~right].any() and not own.all()
+        for shuffled in ("all", "sign"):
+            draws = torch.stack([gone(shuffled) for _ in range(100)])
+            assert (draws.sum(dim=1) == own.sum()).all(), "as many as the clip would remove"
+            assert draws.any(dim=0).all(), "each response can be among them"
+            assert len(draws.unique(dim=0)) > 1
+        number = draws[:, right].sum(dim=1)
+        assert (number == own[right].sum()).all(), "as many of each sign"
+
+    def test_clip_by_a_noisy_ratio_but_weigh_without_noise(self, batch):
+        free = gradient(parts.noisy_gate(0), batch, (0.99, 99))
+        torch.manual_seed(0)
+        draws = torch.stack([gradient(parts.noisy_gate(1.0), batch) for _ in range(100)])
+        kept = draws != 0
+        assert_close(draws, free * kept)
+        first = kept[:, :, 0]
+        decided = first.any(dim=0) & ~first.all(dim=0)
+        assert decided.all(), "noise of a hundred times the range decides about clipping"
 
     def test_dr_grpo_does_not_divide_by_the_standard_deviation(self):
         rewards = tensor([3.0, 0, 0, 1, 1, 1])
@@ -261,10 +217,6 @@ class TestEngine:
         error = (old - exactly).abs().max()
         assert 0 < error < 0.1
 
-    def test_does_not_use_its_log_probs_by_default(self, model):
-        b = self.sample(model, "bf16", False)
-        assert b.old_log_probs is None, "the training forward computes them"
-
     def test_stale_is_the_policy_of_4_rollouts_ago(self, model):
         b = self.sample(model, "stale", True, rollouts=7)
         model.lm_head.weight.data /= 1.1**5  # a factor for this rollout and each one since then
@@ -283,17 +235,6 @@ class TestEngine:
         corrected = gradient(parts.corrected(grpo_loss, correction), frozen, **b.extra)
         plain = gradient(grpo_loss, frozen)
         assert_close(corrected, tensor(expected)[:, None] * plain)
-
-
-def test_bf16_log_probs_are_rounded_and_returned_in_float32(model):
-    b = one_batch(train_math.build_minibatches, [[5, 9]], [[7, 8, 9, 1]], torch.zeros(1, 4))
-    rounded = parts.bf16_log_probs(model, b, 1.0)
-    exactly = log_probs_of(model, b)
-    assert rounded.dtype == torch.float32
-    error = (rounded - exactly).abs().max()
-    assert 1e-5 < error < 0.1
-    rounded.sum().backward()
-    assert model.lm_head.weight.grad.norm() > 0
 
 
 def test_rounding_decodes_given_responses(model):
@@ -329,12 +270,6 @@ class TestTasks:
         texts = ["a3+4=7\n#### 7", "a3+4=7\n#### 7e3+4=7", "a3+4=7\n#### 8", "7"]
         rewards = parts.task_reward(None, texts, ["#### 7"] * 4)
         assert rewards == [1, 1, 0, 0]
-
-
-def chance_of_right(logits, length):
-    slips = logits.softmax(1)[:, 0]
-    context = torch.arange(length) % exact.CONTEXTS
-    return (1 - slips[context]).prod()
 
 
 class TestExact:
@@ -378,7 +313,9 @@ class TestExact:
         old, new = policies
         found = exact.gradient(old, new, 20)
         new.requires_grad_()
-        chance_of_right(new, 20).backward()
+        slips = new.softmax(1)[:, 0]
+        chance_of_right = (1 - slips[torch.arange(20) % exact.CONTEXTS]).prod()
+        chance_of_right.backward()
         assert_close(found, new.grad)
 
     @pytest.mark.parametrize("how", exact.HOW)
@@ -445,22 +382,20 @@ class TestRuns:
         assert runs.run_all(variants, 2, 2, 1, path) == rows
 
     @pytest.mark.parametrize("pieces, eps", [
-        ({}, (0.01, 0.02)),
-        ({"loss": ["sequence", "token", None]}, (0.1, 0.2)),
+        ({}, [0.01, 0.02]),
+        ({"loss": ["sequence", "token", None]}, [0.1, 0.2]),
         ({"loss": ["one", "one", None]}, 0.99),
-        ({"loss": ["sequence", "sequence", None, "below"]}, (0.01, 0.02)),
-        ({"loss": ["sequence", "sequence", None, "above"]}, (0.01, 0.02)),
-        ({"successor": "luspo"}, (0.01, 0.02)),
-        ({"successor": "gspo_200"}, (0.01, 0.02)),
-        ({"successor": "dapo"}, (0.1, 0.2)),
-        ({"successor": "dapo"}, (0.99, 0.2)),
-        ({"successor": "dr_grpo"}, (0.1, 0.2)),
-        ({"successor": "gmpo"}, (0.1, 0.15)),
-        ({"successor": "sapo"}, (1.05, 1.0)),
-        ({"successor": "cispo"}, (1, 0.2)),
+        ({"loss": ["sequence", "sequence", None, "below"]}, [0.01, 0.02]),
+        ({"loss": ["sequence", "sequence", None, "above"]}, [0.01, 0.02]),
+        ({"successor": "luspo"}, [0.01, 0.02]),
+        ({"successor": "dapo"}, [0.1, 0.2]),
+        ({"successor": "dapo"}, [0.99, 0.2]),
+        ({"successor": "dr_grpo"}, [0.1, 0.2]),
+        ({"successor": "gmpo"}, [0.1, 0.15]),
+        ({"successor": "sapo"}, [1.05, 1.0]),
+        ({"successor": "cispo"}, [1, 0.2]),
     ])
     def test_have_the_clip_fraction_of_their_own_clip(self, batch, pieces, eps):
-        eps = list(eps) if isinstance(eps, tuple) else eps
         spec = settings.variant("gspo", eps, **pieces)
         assert runs.clip_is_counted(spec)
         algorithm = runs.algorithm_of(spec)
@@ -475,11 +410,10 @@ class TestRuns:
         if eps in ([0.01, 0.02], [0.1, 0.2], [0.1, 0.15]):
             assert 0 < logged < 1
 
-    @pytest.mark.parametrize("pieces", [
-        {"loss": ["sequence", "sequence", None, "both", "sign"]},
-        {"noise": 0.1},
-        {"successor": "fspo"},
-        {"successor": "fspo_200"},
-    ])
-    def test_have_no_clip_fraction_if_the_clip_has_no_range(self, pieces):
-        assert not runs.clip_is_counted(settings.variant("gspo", [0.1, 0.2], **pieces))
+    def test_have_no_clip_fraction_if_the_clip_has_no_range(self):
+        for name, value in (
+            ("loss", ["sequence", "sequence", None, "both", "sign"]),
+            ("noise", 0.1),
+            ("successor", "fspo_200"),
+        ):
+            assert not runs.clip_is_counted(settings.variant("gspo", [0.1, 0.2], **{name: value}))

@@ -3,24 +3,12 @@ import difflib
 import inspect
 import re
 
-import pytest
 import torch
 
 import gspo
 from lesson import grow
 
 STAGES = [grow.reinforce, grow.baseline, grow.group, grow.ratio, grow.root, grow.clip]
-BROKEN = [  # (a part of the last stage, what stands there by mistake)
-    ("torch.minimum", "torch.maximum"),
-    ("(log_ratio / lengths).exp()", "log_ratio.exp()"),
-    ("(std + 1e-4)", "(std + 1e-3)"),
-    ("std_mean(groups, 1, ", "std_mean(groups, 1, correction=0, "),
-    ("groups - mean", "groups"),
-    ("1 - EPS_LOW", "1 - EPS_LOW / 2"),
-    ("advantages * clipped", "clipped"),
-    ("ratio.clamp", "ratio.detach().clamp"),  # half of the gradient inside the range
-    ("(log_probs - old_log_probs)", "(log_probs - log_probs.detach())"),
-    ("return -objective.mean()", "return -2 * objective.mean() + objective.mean().detach()")]
 
 
 def batch():
@@ -55,14 +43,6 @@ def test_the_last_stage_is_gspo_loss():
     assert gap(grow.clip) < 1e-12
     has_none = (value_and_gradient(grow.clip)[1] == 0).all(1)
     assert 8 < has_none.sum() < 40, "a group of equal rewards, and the clipped responses"
-
-
-@pytest.mark.parametrize("right, wrong", BROKEN)
-def test_a_broken_stage_is_not(right, wrong):
-    source = inspect.getsource(grow.clip)
-    names = dict(vars(grow))
-    exec(source.replace(right, wrong), names)
-    assert gap(names["clip"]) > 1e-5
 
 
 def test_each_stage_is_a_small_change():

@@ -136,11 +136,6 @@ class TestSize:
         ):
             assert broken <= too_large(script + more), "a limit notices nothing"
 
-    @pytest.mark.parametrize(
-        "line", ["import os", "from json import dumps", "def f():\n    import re"])
-    def test_an_import_of_machinery_is_noticed(self, line):
-        assert not packages(line) <= MAY_IMPORT
-
     def test_of_the_files_of_support_is_small_and_they_import_no_script(self):
         lines = {}
         for path in (TOP / "support").glob("*.py"):

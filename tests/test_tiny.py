@@ -83,4 +83,5 @@ def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, monkeypatch, flag
     (folder / "metrics.png").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it is then an ImportError
     tiny.main([f"--{name}={value}" for name, value in small.items()] + flags)
-    assert "a picture" not in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "a picture" not in shown.out and "pip install matplotlib" in shown.err

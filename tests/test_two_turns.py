@@ -7,6 +7,7 @@ import torch
 
 import train_math
 from experiments.tiny import two_turns
+from tests.conftest import rollout_of
 
 
 @pytest.mark.parametrize("answer, told", [
@@ -38,22 +39,22 @@ def test_turns_are_compared_within_their_group(one_advantage):
 
 
 @pytest.fixture
-def steps(monkeypatch, capsys):
-    """(rollout, rewards of the turns, micro-batches) of two steps. The rewards are random, because
-    a model with random weights gets none."""
+def responses(monkeypatch, capsys):
+    """(rollout, index, micro-batch, its row, advantages of the two turns) of all responses of two
+    steps. The rewards are random, because a model with random weights gets none."""
     found = []
     build_minibatches = two_turns.build_minibatches
-    rewards = []
 
     def reward(self, prompts, completions, **columns):
         self.rewards = torch.rand(2, len(completions)).round(decimals=1)
-        rewards.append(self.rewards)
         return self.rewards.mean(dim=0).tolist()
 
     def watched(rollout, advantages, cfg):
         minibatches = build_minibatches(rollout, advantages, cfg)
         assert len(minibatches) == cfg.minibatches
-        found.append((rollout, rewards[-1], list(itertools.chain(*minibatches))))
+        for batch in itertools.chain(*minibatches):
+            for row, i in enumerate(batch.indices):
+                found.append((rollout, i, batch, row, advantages[i]))
         return minibatches
 
     monkeypatch.setattr(two_turns.TurnRewards, "reward", reward)
@@ -69,43 +70,34 @@ def steps(monkeypatch, capsys):
     return found
 
 
-def test_two_steps_have_masks_with_gaps(steps):
+def test_two_steps_have_masks_with_gaps(responses):
     tokenizer = two_turns.tiny_tokenizer()
-    for rollout, _, batches in steps:
-        for batch in batches:
-            for row, i in enumerate(batch.indices):
-                first, second = rollout.questions[i]["answers"]
-                told = two_turns.reply(rollout.questions[i]["digit"], first)
-                text = tokenizer.decode(rollout.responses[i], skip_special_tokens=True)
-                assert text == first + told + second
-                assert tokenizer.decode(rollout.prompts[i]) == "?\n", "the digit is hidden"
-                ids = rollout.prompts[i] + rollout.responses[i]
-                assert batch.ids[row, :len(ids)].tolist() == ids
-                gap = [t for t, is_sampled in enumerate(rollout.is_sampled[i]) if not is_sampled]
-                assert len(gap) == 2 and gap[1] == gap[0] + 1
-                assert tokenizer.decode([rollout.responses[i][t] for t in gap]) == told
-                trained = [False] * len(rollout.prompts[i]) + rollout.is_sampled[i]
-                trained += [False] * (batch.ids.shape[1] - len(ids))
-                assert batch.mask[row].tolist() == trained[1:]
+    for rollout, i, batch, row, _ in responses:
+        first, second = rollout.questions[i]["answers"]
+        told = two_turns.reply(rollout.questions[i]["digit"], first)
+        text = tokenizer.decode(rollout.responses[i], skip_special_tokens=True)
+        assert text == first + told + second
+        assert tokenizer.decode(rollout.prompts[i]) == "?\n", "the digit is hidden"
+        ids = rollout.prompts[i] + rollout.responses[i]
+        assert batch.ids[row, :len(ids)].tolist() == ids
+        gap = [t for t, is_sampled in enumerate(rollout.is_sampled[i]) if not is_sampled]
+        assert len(gap) == 2 and gap[1] == gap[0] + 1
+        assert tokenizer.decode([rollout.responses[i][t] for t in gap]) == told
+        trained = [False] * len(rollout.prompts[i]) + rollout.is_sampled[i]
+        trained += [False] * (batch.ids.shape[1] - len(ids))
+        assert batch.mask[row].tolist() == trained[1:]
 
 
-def test_two_steps_credit_each_turn(steps):
+def test_two_steps_credit_each_turn(responses):
+    assert len(responses) == 2 * 320
     opposite = 0
-    for rollout, rewards, batches in steps:
-        groups = rewards.view(2, -1, 16)
-        centred = groups - groups.mean(2, keepdim=True)
-        scale = groups.std(2, keepdim=True) + 1e-4
-        credit = (centred / scale).view(2, -1)
-        indices = sorted(i for batch in batches for i in batch.indices)
-        assert indices == list(range(len(rollout.responses)))
-        for batch in batches:
-            assert batch.advantages.shape == batch.mask.shape
-            for row, i in enumerate(batch.indices):
-                given = batch.advantages[row][batch.mask[row]]
-                n = rollout.is_sampled[i].index(False)
-                assert torch.allclose(given[:n], credit[0, i], atol=1e-5)
-                assert torch.allclose(given[n:], credit[1, i], atol=1e-5)
-                opposite += (credit[0, i] * credit[1, i] < 0).item()
+    for rollout, i, batch, row, (first, second) in responses:
+        assert batch.advantages.shape == batch.mask.shape
+        given = batch.advantages[row][batch.mask[row]]
+        n = rollout.is_sampled[i].index(False)
+        assert (given[:n] == first).all()
+        assert (given[n:] == second).all()
+        opposite += (first * second < 0).item()
     assert opposite > 50
 
 
@@ -115,8 +107,7 @@ def test_advantages_per_turn_leave_out_responses_without_any(tiny):
     cfg = train_math.Settings(device="cpu", group_size=2, minibatches=1)
     advantages = torch.tensor([[0.0, 1], [0, 0], [0, 0], [0, 0]])
     sampled = torch.full((4, 2), -1.0)
-    rollout = train_math.Rollout(
-        [None] * 4, [[3]] * 4, [[4, 5]] * 4, sampled, [""] * 4, [[True] * 2] * 4)
+    rollout = rollout_of([[3]] * 4, [[4, 5]] * 4, sampled)
     minibatches = train_math.build_minibatches(rollout, advantages, cfg)
     (batch,) = minibatches[0]
     assert batch.indices == [0] and torch.equal(batch.advantages, advantages[:1])
