@@ -152,9 +152,9 @@ def execute(code, flags, folder, files):
 
 def run_code(code, *flags, folder=TOP):
     """Runs this program with these flags in a copy of this process, which has done the imports, or
-    in a new one where there is no fork (Windows).
+    in a new one where there is no fork (Windows), or where a fork could not use the GPU.
     Returns (exit code, what it prints, what it prints as errors)."""
-    if not hasattr(os, "fork"):
+    if not hasattr(os, "fork") or torch.cuda.is_available():
         environment = os.environ | {"PYTHONPATH": str(TOP), "PYTHONIOENCODING": "utf-8"}
         done = subprocess.run([sys.executable, "-c", code, *map(str, flags)], cwd=folder,
                               capture_output=True, encoding="utf-8", env=environment)

@@ -207,6 +207,7 @@ def _of_all(x, mask):
 def _over_T(x, mask):
     return x.sum(dim=1) / x.shape[1]
 """,
+    "no_upcast": changed(("return x.to(torch.promote_types(x.dtype, torch.float32))", "return x")),
     "crashes": changed(
         (REWARDS, "    import ctypes\n    ctypes.string_at(0)"),
         ("    own = _log_ratio", "    raise KeyboardInterrupt\n    own = _log_ratio")),
@@ -321,8 +322,19 @@ class TestGrade:
         assert done.returncode == 0
         assert re.search("^total .* promises +0 of +0 +grade 100.0%$", done.stdout, re.MULTILINE)
 
+    def test_ranks_files_by_the_kind_of_mistake(self, grades):
+        """Best first: a wrong shape or dtype, a naive file, a mistake in the maths, two of them."""
+        order = [
+            {"right"}, {"private"}, {"no_upcast"}, {"six_lines"},
+            {"no_group", "sign", "sum", "sum_by_default", "mean_of_all_tokens"},
+            {"self_call, clip_without_min", "no_root, max_for_min"}, {"killed"},
+        ]
+        for better, worse in zip(order, order[1:]):
+            least = min(grades[name]["grade"] for name in better)
+            assert least > max(grades[name]["grade"] for name in worse), (better, worse)
+
     def test_has_no_suspicion_against_an_honest_file(self, grades):
-        for name in "right", "six_lines":
+        for name in "right", "six_lines", "no_upcast":
             assert "mentions" not in grades[name]["remark"]
         assert lost(grades["six_lines"], "maths") == {}
         for name, absent in ("six_lines", "same code"), ("private", "tested with"):

@@ -49,7 +49,8 @@ def test_another_dataset_is_refused_in_one_line():
 @pytest.fixture(scope="module")
 def flags(world):
     """The flags of a run with one small step, on the model with random weights."""
-    return ["--model", str(world / "model"), "--max_steps", "1", "--max_completion_length", "2"]
+    return ["--model", str(world / "model"), "--max_steps", "1", "--max_completion_length", "2",
+            "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")

@@ -582,7 +582,7 @@ class TestCommandLine:
 
     def test_has_these_defaults(self):
         """A changed default is a change for everybody who repeats a run without flags."""
-        settings = vars(train_math.Settings())
+        settings = vars(train_math.Settings(device="cpu"))
         assert settings["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
         assert settings["dataset"] == "openai/gsm8k"
         numbers = {k: v for k, v in settings.items() if not isinstance(v, str)}
