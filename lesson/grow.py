@@ -41,8 +41,9 @@ def baseline(log_probs, old_log_probs, rewards, mask):
     return -(advantages * log_prob).mean()
 
 
-# The mean of the group replaces the expected reward. It is nearly as good. What remains: after the
-# policy has moved, the estimate still has the direction of the policy that sampled.
+# The mean of the group replaces the expected reward, and the division by the standard deviation
+# removes the unit of the reward. What remains: after the policy has moved, the estimate still has
+# the direction of the policy that sampled.
 def group(log_probs, old_log_probs, rewards, mask):
     groups = rewards.reshape(-1, GROUP)
     std, mean = torch.std_mean(groups, 1, keepdim=True)
