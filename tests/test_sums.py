@@ -53,12 +53,12 @@ def flags(world):
             "--device", "cpu"]
 
 
-@pytest.fixture(scope="module")
-def run(flags, tmp_path_factory):
-    """The folder of this run."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    sums.main([*flags, "--output_dir", str(folder)])
-    return folder
+def test_a_run_has_all_answers_of_both_models(flags, tmp_path):
+    sums.main([*flags, "--output_dir", str(tmp_path)])
+    for when, temperatures in sums.TEMPERATURES.items():
+        answers = read(tmp_path / f"{when}.jsonl")
+        asked = [temperature for temperature in temperatures for _ in range(256)]
+        assert [row["temperature"] for row in answers] == asked
 
 
 def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, flags):
@@ -104,31 +104,13 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
     assert trained[0].max_steps == 1
     assert trained[0].dataset == str(tmp_path / "data")
     assert trained[0].output_dir == str(tmp_path / "training")
-    assert len((tmp_path / "before.jsonl").read_text().splitlines()) == 4 * 256
-    sums.main([*flags, "--output_dir", str(tmp_path / "grpo"), "--algorithm", "grpo"])
+    for name, value in ("model", "x"), ("seed", "1"), ("algorithm", "grpo"), ("max_steps", "2"):
+        assert f"has another {name}" in one_line(sums.main, *command, f"--{name}", value)
+    other = tmp_path / "grpo"
+    other.mkdir()
+    shutil.copy(tmp_path / "before.jsonl", other)
+    asked.clear()
+    sums.main([*flags, "--output_dir", str(other), "--algorithm", "grpo"])
+    model_after = str(other / "training" / "model")
+    assert asked == [model, 0.0, model_after, 0.0, 1.0, model_after, 0.0], "before.jsonl is there"
     assert trained[2].clip_range()[0] == 0.2, "GRPO has its own range"
-
-
-class TestFolder:
-    def test_has_all_answers_of_both_models(self, run):
-        for when, temperatures in sums.TEMPERATURES.items():
-            answers = read(run / f"{when}.jsonl")
-            assert [row["temperature"] for row in answers] == [
-                temperature for temperature in temperatures for _ in range(256)]
-
-    @pytest.mark.parametrize("name, value", [
-        ("model", "another"), ("seed", "1"), ("algorithm", "grpo"), ("max_steps", "2")])
-    def test_of_a_run_with_another_setting_is_refused(self, run, flags, name, value):
-        line = one_line(sums.main, *flags, "--output_dir", run, f"--{name}", value)
-        assert f"{run} has another {name}" in line
-
-    def test_with_a_copied_before_only_needs_the_answers_after(
-            self, run, tmp_path, monkeypatch, flags, capsys):
-        shutil.copy(run / "before.jsonl", tmp_path)
-        sums.main([*flags, "--output_dir", str(tmp_path), "--seed", "1"])
-        out = capsys.readouterr().out
-        assert "after, temperature 1.0" in out and "before, temperature" not in out
-        assert "before_given, temperature" in out
-        assert (tmp_path / "before.jsonl").read_bytes() == (run / "before.jsonl").read_bytes()
-
-
