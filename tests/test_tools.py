@@ -149,6 +149,8 @@ class TestEvaluate:
         assert "| after | greedy | 4 of 4, 100.0% (51.0% to 100.0%) | - | +50.0% (" in out
         evaluate.main(["--last_number", files[0]])
         assert "| before | greedy | 3 of 4, 75.0%" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="different questions"):
+            evaluate.difference(before, after[1:], 0.0)
 
     def test_refuses_missing_files_and_unknown_flags(self, flags, tmp_path, capsys):
         path = str(tmp_path / "before.jsonl")
@@ -171,12 +173,6 @@ class TestEvaluate:
                 evaluate.main, path, *flags, "--model", "other", "--temperature", temperature)
             assert f"{path} has answers of {flags[1]}" in line
         assert read(path) == rows
-
-    def test_refuses_answers_to_different_questions(self):
-        rows = [{"question": i, "reward": 1.0} for i in range(3)]
-        evaluate.difference(rows, rows, 0.0)
-        with pytest.raises(ValueError, match="different questions"):
-            evaluate.difference(rows, rows[1:], 0.0)
 
 
 # ---- plot.py -------------------------------------------------------------------------------------
@@ -327,15 +323,11 @@ def test_runs_before_train_math_on_a_local_model_and_dataset(tmp_path, monkeypat
     assert len(read(Path("rl", "metrics.jsonl"))) == 2
 
 
-@pytest.mark.parametrize("flags, word", [
-    ("--dataset nowhere.jsonl", "nowhere.jsonl"),
-    ("--dataset q.jsonl --model ./no/where", "--model ./no/where"),
-])
-def test_refuses_a_missing_model_or_dataset_in_one_line(tmp_path, monkeypatch, flags, word):
+@pytest.mark.parametrize(
+    "wrong", ["--dataset nowhere.jsonl", "--dataset q.jsonl --model ./no/where"])
+def test_refuses_a_missing_model_or_dataset_in_one_line(tmp_path, monkeypatch, wrong):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "q.jsonl", sums(5))
-    main = warm_up.main
-    assert word in one_line(main, "--steps", "1", "--output_dir", "out", *flags.split())
+    line = one_line(warm_up.main, "--steps", "1", "--output_dir", "out", *wrong.split())
+    assert wrong.split()[-1] in line
     assert not Path("out").exists()
-
-
