@@ -49,7 +49,7 @@ PRESETS = {  # the probabilities before and now, and what to look at
     "Noise": ([0.6, 0.3, 0.8, 0.4, 0.5, 0.2, 0.7, 0.5],
               [0.66, 0.23, 0.795, 0.535, 0.445, 0.21, 0.65, 0.515],
               "Tokens move far, in both directions."),
-    "Wrong direction": ([0.15, 0.5, 0.5, 0.5], [0.9, 0.55, 0.5, 0.5], "Good only if A = +1."),
+    "Wrong direction": ([0.15, 0.5, 0.5, 0.5], [0.9, 0.55, 0.5, 0.5], "Wrong if A = −1."),
 }
 LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
 NOISES = [0.003, 0.01, 0.03, 0.1, 0.3]  # standard deviation of a token's log-ratio

@@ -69,7 +69,7 @@ def parse(settings, argv=None):
         if shutil.which("nvidia-smi"):
             found = "this PyTorch cannot use your NVIDIA GPU (see README.md)"
         note(f"{found}. On a CPU, a step takes many minutes with the default model and settings; "
-             "`python -m lesson.tiny` is made for one")
+             "`python -m lesson.tiny` is made for a CPU")
     return cfg
 
 
