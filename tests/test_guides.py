@@ -77,6 +77,7 @@ def test_the_reward_of_the_front_page_accepts_a_word_and_a_sentence():
     texts = ["Paris", "The capital of France is Paris.", "paris!", "Paris or Rome", "", "Pari"]
     assert reward(texts, texts, ["Paris"] * 6) == [1, 1, 1, 0, 0, 0]
     assert reward(["7"], ["It is 7."], [7]) == [1]  # the answer may be a number
+    assert reward("?" * 3, ["Female", '"Male".\n', ""], ["male ", "male ", ""]) == [0, 1, 0]
 
 
 @pytest.mark.parametrize("text", [r"\boxed{5 + 3}", r"\boxed{7!}", r"\boxed{42 000}", "#### 5-3"])
