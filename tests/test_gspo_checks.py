@@ -50,6 +50,7 @@ TWO = (2, 5), (2, 5)
     ("instead of 1.0004 pass 0.0004", gspo.clipped_objective, [ONES, ONES, 0.2, 1.0004]),
     ("not the bound", gspo.clipped_objective, [ONES, ONES, 0.2, 1.1]),
     ("not a list", gspo.group_advantages, [[1.0, 0.0], 2]),
+    ("rewards (2, 2)", gspo.group_advantages, [*zeros((2, 2)), 2]),
     ("logits (2, 5, 9), tokens (2, 7)", gspo.token_log_probs, zeros((2, 5, 9), (2, 7))),
     ("mask (1, 5)", gspo.sequence_ratio, zeros(*TWO, (1, 5))),
     ("advantages (3,), mask (2, 5)", gspo.gspo_loss, zeros(*TWO, (3,), (2, 5))),
