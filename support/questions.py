@@ -77,8 +77,8 @@ def load_splits(dataset):
 
 def read_rows(path):
     """The rows of this file, as dicts. No value is converted: in a .csv file, all values are texts.
-
-    ValueError: the ending is another one, the file is not in UTF-8, or a row is not a dict."""
+    ValueError: the ending is another one, the file is not in UTF-8, a row is not a dict, or a .csv
+    file has a row with more or fewer cells than its header."""
     kind = path.suffix.lower()
     if kind not in ENDINGS:
         raise ValueError(f"a dataset file must end in {', '.join(ENDINGS)}")
@@ -103,7 +103,7 @@ def read_rows(path):
             except ValueError as error:
                 raise ValueError(f"line {i} is not JSON ({error})") from None
     for i, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or None in row:  # None: a cell more than in the header
+        if not isinstance(row, dict) or None in row or (kind == ".csv" and None in row.values()):
             raise ValueError(f"row {i} does not have the form of the others: {row!r:.100}")
     return rows
 

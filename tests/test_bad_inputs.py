@@ -127,6 +127,8 @@ BAD_INPUTS = {
     "a list of numbers": (dataset("q.json", "[1, 2]"), ["q.json", "form"]),
     "a csv row with a cell too many": (
         dataset("q.csv", "question,answer\nHow many, then?,1\nWho?,2\n"), ["row 1", "form"]),
+    "a csv row with a cell too few": (
+        dataset("q.csv", "question,topic,answer\nHow many?,1\n"), ["row 1", "form"]),
     "rows with other columns": (
         dataset("q.jsonl", rows({"question": "?", "answer": "1", "level": 2})),
         ["row 4 has other columns than row 1", "level"]),
