@@ -46,7 +46,7 @@ def next_logits(model, cache, ids, mask, positions):
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
+        cache=cache,
         use_cache=True,
         logits_to_keep=1,
     )

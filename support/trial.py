@@ -40,8 +40,8 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
         gaps = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs()
         if not gaps.max() < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
             raise ValueError(f"the log-probs of eight sampled tokens differ by {gaps.max():.2g} "
-                             "between sampling and the full forward pass: its cache, padding or "
-                             "head is unsupported")
+                             "between sampling and the full forward pass. Its cache, padding or "
+                             "head is unsupported, or transformers is below 5.24")
         if batch.old_log_probs is None:
             batch.old_log_probs = log_probs.detach()
         loss = algorithm.loss(log_probs, batch.old_log_probs, batch.advantages, batch.mask,

@@ -659,7 +659,7 @@ def doubled(forward, inputs):
 
 
 def forgetful(forward, inputs):
-    return forward(**inputs | {"past_key_values": transformers.DynamicCache()})
+    return forward(**inputs | {"cache": transformers.DynamicCache()})
 
 
 def blind_to_padding(forward, inputs):
