@@ -356,6 +356,15 @@ class TestHostileFiles:
         end = "hostile.py has not ended after 1 seconds: is there an endless loop"
         assert end in done.stdout
 
+    def test_with_endless_loops_are_tried_twice_for_each_function(self, hasty, tmp_path):
+        calls = tmp_path / "calls"
+        loop = (f"def group_advantages(*_, **__):\n    open({str(calls)!r}, 'a').write('.')\n"
+                "    while True:\n        pass\n")
+        path = tmp_path / "loops.py"
+        path.write_text(f"{TOP.joinpath('gspo.py').read_text(encoding='utf-8')}\n\n{loop}")
+        run_tests(hasty, path, "--tb=no", "-k", "GroupAdvantages")
+        assert calls.read_text() == ".."
+
     def test_do_not_outlive_the_grader(self, grades, hasty):
         """A process that the file has started is killed with it."""
         pid = int((hasty / "pid").read_text())

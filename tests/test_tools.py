@@ -11,7 +11,7 @@ from common.intervals import accuracy_text, paired
 from common.logs import read
 from common.tiny_model import tiny_model, tiny_tokenizer
 from support import cuda_sampling
-from tests.conftest import SMALL, at_call, one_line, sums, write_jsonl
+from tests.conftest import SMALL, one_line, sums, write_jsonl
 
 # ---- logs.py -------------------------------------------------------------------------------------
 
@@ -39,7 +39,12 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "log.jsonl"
     logs.write(path, [{"step": 0}])
 
-    monkeypatch.setattr(logs.json, "dumps", at_call(1, None, KeyboardInterrupt()))
+    def half(path, data):
+        with open(path, "wb") as file:
+            file.write(data[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(KeyboardInterrupt):
         logs.write(path, [{"step": 1}])
     assert path.read_text() == '{"step": 0}\n'
