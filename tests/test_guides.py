@@ -203,7 +203,7 @@ def test_an_engine_in_half_precision_passes_the_trial_and_another_model_does_not
 
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
     """Gradient checkpointing keeps less for the backward pass, and changes no number."""
-    recipe = names_of(OWN_TASK, "gradient_checkpointing_enable")
+    recipe = names_of(OWN_TASK, "activation_checkpointing_enable")
     before, _ = train_math.load(str(world / "model"), "cpu")
     weights = [weights_of(before)]
     kept = []
