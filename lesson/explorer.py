@@ -42,14 +42,16 @@ RUNS = {  # the settings from STEP on: algorithm, eps_low, eps_high
 }
 CLIP_RANGES = {"GRPO": (0.2, 0.27), "GSPO": (3e-4, 4e-4), "GSPO in panel 3": RUNS["gspo"][1:]}
 PRESETS = {  # the probabilities before and now, and what to look at
-    "Nothing moved": ([0.25] * 4, [0.25] * 4, "Before the first update, all ratios are 1."),
+    "Nothing moved": ([0.25] * 4, [0.25] * 4,
+                      "All ratios are 1: the model is still the one that sampled."),
     "Pencil example": ([0.25] * 4, [0.5, 0.25, 0.25, 0.25], "The first token doubles."),
     "One of eight doubles": ([0.4] * 8, [0.8] + [0.4] * 7, "In a longer response, s moves less."),
     "All rise by 1%": ([0.5] * 8, [0.505] * 8, "No token moves much, but all move together."),
     "Noise": ([0.6, 0.3, 0.8, 0.4, 0.5, 0.2, 0.7, 0.5],
               [0.66, 0.23, 0.795, 0.535, 0.445, 0.21, 0.65, 0.515],
               "Tokens move far, in both directions."),
-    "Wrong direction": ([0.15, 0.5, 0.5, 0.5], [0.9, 0.55, 0.5, 0.5], "Wrong if A = −1."),
+    "Wrong direction": ([0.15, 0.5, 0.5, 0.5], [0.9, 0.55, 0.5, 0.5],
+                        "Wrong if A = −1, but not clipped then."),
 }
 LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
 NOISES = [0.003, 0.01, 0.03, 0.1, 0.3]  # standard deviation of a token's log-ratio
@@ -198,6 +200,7 @@ def length_numbers():
     and of the product, and the fraction outside each clip range."""
     torch.manual_seed(0)
     normal = torch.randn(2000, max(LENGTHS), dtype=torch.float64)
+    normal[:, 0] = torch.special.ndtri(torch.arange(0.5, 2000).double() / 2000)  # evenly
     ones = torch.ones(2000, 1)
     table = []
     for noise, length in itertools.product(NOISES, LENGTHS):

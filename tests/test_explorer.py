@@ -60,7 +60,7 @@ def test_works_offline_and_stays_small(text):
     assert len(text.encode()) < 400_000
     assert explorer.LOG.stat().st_size < 300_000
     template = explorer.TEMPLATE.read_text(encoding="utf-8").splitlines()
-    assert len(template) <= 420 and max(map(len, template)) <= 100
+    assert len(template) <= 433 and max(map(len, template)) <= 100
     words = re.sub(r"<.*?>", "", " ".join(re.findall(r"<p>.*?</p>", text, re.DOTALL))).split()
     words += " ".join(hint for *_, hint in explorer.PRESETS.values()).split()
     assert 50 < len(words) <= 200
@@ -217,8 +217,14 @@ setTimeout(() => {
   $("early").click();
   const shown = {cases: worst.length, worst: Math.max(...worst), errors, updates: {}};
   shown.early = [u, chosen, document.querySelectorAll(".tokens").length];
-  $("c-gspo").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"}));
+  const press = key => $("c-gspo").dispatchEvent(new KeyboardEvent("keydown", {key}));
+  press("ArrowLeft");
   shown.left = chosen;
+  go(8, 5);
+  press("ArrowUp");
+  const levels = [...Array(32).keys()].map(i => sOf("gspo", i, 8));
+  shown.up = [chosen >> 5, levels[chosen] > levels[5],
+    levels.filter(s => s > levels[5] && s < levels[chosen]).length];
   shown.clipped = document.querySelectorAll("#rows em").length;
   shown.rows = document.querySelectorAll("#spread td").length;
   for (const k of [0, 8, 32]) {
@@ -246,7 +252,8 @@ def test_the_script_of_the_page_agrees_with_gspo_py(text, data, tmp_path):
     assert shown["rows"] == 3 * 4
     first = data["log"]["early"][0]
     assert shown["early"] == [first // 32, first, 3]
-    assert shown["left"] == first - 1, "the arrow keys choose a response"
+    assert shown["left"] == (first - 32) % 256, "the same place in another minibatch"
+    assert shown["up"] == [0, True, 0], "the next larger s of this minibatch"
     for update, clipped in shown["updates"].items():
         counts = [data["log"][name]["counts"][int(update)] for name in ("grpo", "gspo", "none")]
         assert clipped == [count[1] + count[2] for count in counts]
