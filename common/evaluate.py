@@ -177,7 +177,7 @@ def main(argv=None):
     models = {path.stem: read(path) for path in args.files}
     for path in args.files:
         if not models[path.stem]:
-            parser.error(f"{path} has no answers")
+            parser.error(f"{path} {'has no answers' if path.exists() else 'does not exist'}")
     if args.last_number:
         for name, rows in models.items():
             models[name] = [row | {"reward": row["last_number"]} for row in rows]

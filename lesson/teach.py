@@ -20,7 +20,7 @@ every function that calls it. If these functions fail with the same hint, the re
 helper. This is a row of --json, in which a pair is [tests passed, number of tests]:
 
     {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
-     ..., "total maths": [80, 97], "total promises": [31, 64], "remark": "..."}
+     ..., "total maths": [80, 97], "total promises": [31, 65], "remark": "..."}
 
 A remark says what to look at first, and why a file has no points. A function that ends the process,
 or does not end, costs only its own points.

@@ -108,5 +108,5 @@ def notes(rows, largest_gap):
     if row["step"] == 3 and all(row["equal_reward_groups"] == 1 for row in rows[1:]):
         found.append("no gradient in three steps, because the rewards within each group are equal "
                      f"(mean {row['reward']:.3g}; {row['cut']:.0%} of the responses are cut). Try "
-                     "easier questions, a longer --max_completion_length or a larger --group_size")
+                     "easier or harder questions, a larger --max_completion_length or --group_size")
     return {"notes": found} if found else {}

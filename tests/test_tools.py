@@ -166,6 +166,10 @@ class TestEvaluate:
         assert "these flags need --model: --eval_size 3" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             evaluate.main([path])
+        assert f"{path} does not exist" in capsys.readouterr().err
+        (tmp_path / "before.jsonl").touch()
+        with pytest.raises(SystemExit):
+            evaluate.main([path])
         assert f"{path} has no answers" in capsys.readouterr().err
 
     def test_refuses_a_file_with_the_answers_of_another_model(self, flags, tmp_path):
