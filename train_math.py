@@ -27,15 +27,15 @@ from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
 from gspo import group_advantages, grpo_loss, gspo_loss, gspo_token_loss, token_log_probs
+from support.check_model import check_model
+from support.command_line import check_values, exits_with, flag, guarded_run, parse, replace_parts
 from support.cuda_sampling import generate, largest_gap
 from support.metrics import evaluation_metrics, rollout_metrics, update_metrics
 from support.models import adamw, check_finite, load, tf32_matmuls
-from support.program import check_values, exits_with, flag, guarded_run, parse, replace_parts
 from support.questions import load_questions, unused_questions
 from support.rewards import correctness_reward, extract_answer, gold_answer, score, score_rollout
-from support.runs import Run, load_state, locked
 from support.sampling import check_rollout, end_tokens
-from support.trial import check_model
+from support.saving import Run, load_state, locked
 
 
 class Algorithm(NamedTuple):

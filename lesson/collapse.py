@@ -12,9 +12,9 @@ from statistics import fmean
 import torch
 
 import train_math
-from common.logs import append, read
 from gspo import gspo_loss, sequence_ratio
 from lesson import tiny
+from tools.logs import append, read
 
 LOG = Path(__file__).with_name("results") / "collapse.jsonl"
 FLAGS = [*tiny.FLAGS, "--eps_low", "1", "--eps_high", "1e9", "--instruction", ""]

@@ -22,10 +22,10 @@ from matplotlib.figure import Figure
 
 import gspo
 import train_math
-from common.plot import STYLES
 from lesson.tiny import FLAGS, RANGES, world
 from support.models import load
 from support.questions import load_questions
+from tools.plot import STYLES
 
 HERE = Path(__file__).parent
 LOG = HERE / "results" / "explorer.json"

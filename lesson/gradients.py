@@ -16,10 +16,9 @@ from unittest import mock
 import torch
 
 import train_math
-from common.intervals import mean_difference
-from common.logs import append, read
 from gspo import clipped_objective, gspo_loss, sequence_ratio
 from lesson import tiny
+from tools.logs import append, mean_difference, read
 
 RESULTS = Path(__file__).with_name("results")
 SEEDS = range(5)

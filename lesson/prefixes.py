@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import train_math
-from common.logs import write
 from lesson import tiny
+from tools.logs import write
 
 RESULTS = Path(__file__).with_name("results")
 

@@ -6,8 +6,8 @@
     OMP_NUM_THREADS=1 python -m lesson.seeds visits      counts responses that never contribute
 
 `choose` trains on the pairs of world and seed that were used to choose the settings. `report`
-trains on fresh pairs, which were used to evaluate these settings. lesson/results/PLAN.md states the
-settings, the criterion and the pairs, and was committed before the fresh runs. A run whose log
+trains on fresh pairs, which were used to evaluate these settings. evidence/plans/lesson.md states
+the settings, the criterion and the pairs, and was committed before the fresh runs. A run whose log
 exists in lesson/results/ is not repeated. If a command is interrupted, run it again to continue.
 `--worlds 13 14` restricts a process to these worlds, so that two processes can divide the work.
 `table` trains nothing, and only rewrites lesson/results/table.md and its picture.
@@ -30,10 +30,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import train_math
-from common import plot
-from common.logs import append, read, write
 from gspo import gspo_loss, sequence_ratio
 from lesson import tiny
+from tools import plot
+from tools.logs import append, read, write
 
 RESULTS = Path(__file__).with_name("results")
 LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # now the default of lesson/tiny.py, too

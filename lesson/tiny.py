@@ -25,15 +25,14 @@ from filelock import FileLock
 from transformers.utils import logging
 
 import train_math
-from common.logs import read
-from common.plot import draw
-from common.tiny_model import tiny_model, tiny_tokenizer
-from common.warm_up import supervise
+from tools.logs import read
+from tools.plot import draw
+from tools.warm_up import supervise, tiny_model, tiny_tokenizer
 
 FLAGS = """--output_dir runs/tiny --device cpu --prompts_per_step 16 --group_size 16
     --minibatches 8 --epochs 4 --learning_rate 4.5e-4 --max_steps 16 --save_steps 4
     --max_completion_length 108 --micro_batch_tokens 8192 --eval_size 175""".split()
-RANGES = {  # these and the learning rate are the settings of lesson/results/PLAN.md
+RANGES = {  # these and the learning rate are the settings of evidence/plans/lesson.md
     "gspo": ["--eps_low", "0.01", "--eps_high", "0.0133"],
     "grpo": ["--eps_low", "0.2", "--eps_high", "0.267"]}
 MONTHS = "abcdefghijklmnopqrstuvwxyz"  # a: one month to go, b: two, ...

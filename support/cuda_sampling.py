@@ -41,7 +41,7 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
 
 # Responses to train on are sampled with a 16-bit copy of the weights, which takes less than half of
 # the time (measured in bf16). The policy that samples is then a slightly different one. bf16 keeps
-# few of the changes of a step at 1e-6. float16 ends at 65,504 (experiments/precision.md).
+# few of the changes of a step at 1e-6. float16 ends at 65,504 (evidence/precision.md).
 PRECISIONS = {torch.float16: 1e-2, torch.bfloat16: 0.1}  # and the sampler_gap that each explains
 REFUSED = weakref.WeakKeyDictionary()  # {model: the precisions that have failed for it}
 

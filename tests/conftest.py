@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import train_math
-from common.logs import read
-from common.tiny_model import tiny_model, tiny_tokenizer
 from support.cuda_sampling import note
+from tools.logs import read
+from tools.warm_up import tiny_model, tiny_tokenizer
 
 TOP = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # models this small are slower on several

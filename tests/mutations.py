@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from common import logs
+from tools import logs
 
 FILES = ["train_math.py", *map(str, sorted(Path("support").glob("*.py")))]
 TESTS = ("test_train_math", "test_rollout", "test_own_task", "test_answers", "test_bad_inputs",
@@ -33,7 +33,7 @@ SWAPPED = {ast.Mod: ast.Mult, ast.FloorDiv: ast.Div, ast.Pow: ast.Mult}
 for pair in PAIRS.split(", "):
     one, other = (getattr(ast, name) for name in pair.split())
     SWAPPED |= {one: other, other: one}
-IMPORTED_ANEW = ("train_math", "support", "tests.test_", "tests.conftest", "common")
+IMPORTED_ANEW = ("train_math", "support", "tests.test_", "tests.conftest", "tools")
 LIMIT = 900  # seconds for the tests of one mutation
 KINDS = {
     "constant": ast.Constant,

@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import support.runs
+import support.saving
 import train_math
-from common.tiny_model import tiny_model, tiny_tokenizer
 from tests.conftest import (
     at_call,
     names_in,
@@ -23,12 +22,13 @@ from tests.conftest import (
     train,
     write_jsonl,
 )
+from tools.warm_up import tiny_model, tiny_tokenizer
 
 
 def old_setting(folder):
     """A run that was saved by a version which had another setting."""
     cfg = settings(output_dir=str(folder / "run"))
-    rows = [{"step": 0, "settings": support.runs.fingerprint(cfg, []) | {"old_flag": 1}}]
+    rows = [{"step": 0, "settings": support.saving.fingerprint(cfg, []) | {"old_flag": 1}}]
     torch.save({"rows": rows, "results": []}, folder / "run" / "state.pt")
     return []
 

@@ -1,4 +1,4 @@
-"""experiments/comparisons: parts, tasks and runs, and the arithmetic of tiny/exact.py."""
+"""evidence/comparisons: parts, tasks and runs, and the arithmetic of tiny/exact.py."""
 import itertools
 import json
 import math
@@ -10,12 +10,12 @@ from torch import tensor
 from torch.testing import assert_close
 
 import train_math
-from common.logs import write
-from experiments.comparisons import parts, report, runs, settings, successors
-from experiments.precision import rounding
-from experiments.tiny import exact
+from evidence.comparisons import parts, report, runs, settings, successors
+from evidence.precision import rounding
+from evidence.tiny import exact
 from gspo import clip_fraction, grpo_loss, sequence_ratio
 from tests.conftest import rollout_of
+from tools.logs import write
 
 
 @pytest.fixture

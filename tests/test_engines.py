@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import train_math
-from common.tiny_model import tiny_model, tiny_tokenizer
 from gspo import gspo_loss, token_log_probs
 from tests.conftest import TOP, block, weights_of
+from tools.warm_up import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from common.logs import read
-from lesson import find_the_bug
+from homework import find_the_bug
 from tests.conftest import TOP
+from tools.logs import read
 
 
 def signatures(rows):
@@ -46,7 +46,7 @@ class TestPublished:
         check_signatures(find_the_bug.FOLDER, find_the_bug.answers())
 
     def test_has_its_answers_in_the_page(self):
-        page = (TOP / "lesson" / "find_the_bug.md").read_text(encoding="utf-8")
+        page = (TOP / "homework" / "find_the_bug.md").read_text(encoding="utf-8")
         exercise, answers = page.split("<details><summary>Answers")
         for letter, name in list(find_the_bug.answers().items())[:7]:
             assert f"| {name} | |" in exercise

@@ -14,8 +14,8 @@ import torch
 
 import gspo
 import test_gspo
-from lesson import class_grades, teach
-from lesson.class_grades import functions_of
+from homework import class_grades, teach
+from homework.class_grades import functions_of
 from tests.conftest import TOP
 
 GSPO = (TOP / "gspo.py").read_text(encoding="utf-8").partition('\nif __name__ == "__main__"')[0]
@@ -229,7 +229,7 @@ def _over_T(x, mask):
 def hasty(tmp_path_factory):
     """A folder with a copy of the tests whose limit of CPU time is one second."""
     folder = tmp_path_factory.mktemp("tests")
-    for path in TOP / "gspo.py", TOP / "test_gspo.py", TOP / "lesson" / "grading.py":
+    for path in TOP / "gspo.py", TOP / "test_gspo.py", TOP / "homework" / "grading.py":
         text = path.read_text(encoding="utf-8")
         text = text.replace("\nCPU_SECONDS = 5 ", "\nCPU_SECONDS = 1 ")
         (folder / path.name).write_text(text, encoding="utf-8")

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.logs import read
 from gspo import clipped_objective, gspo_loss, sequence_ratio
 from lesson import gradients, prefixes
+from tools.logs import read
 from train_math import response_log_probs
 
 
@@ -88,7 +88,7 @@ def test_prefixes_are_counted_per_question():
                    "different_responses_per_group": 1.5}
 
 
-@pytest.mark.parametrize("page", ["README.md", "find_the_bug.md"])
+@pytest.mark.parametrize("page", ["lesson/README.md", "homework/find_the_bug.md"])
 def test_the_pages_show_the_means_of_the_table(page):
     means = []
     for line in (gradients.RESULTS / "gradients.md").read_text().splitlines():
@@ -96,7 +96,7 @@ def test_the_pages_show_the_means_of_the_table(page):
         if len(cells) == 7 and "±" in cells[4]:
             norm, _, reward, difference, accuracy, _ = cells[1:]
             means.append((f"{float(norm):.2g}", reward, difference, accuracy))
-    text = (gradients.RESULTS.parent / page).read_text(encoding="utf-8")
+    text = (gradients.RESULTS.parents[1] / page).read_text(encoding="utf-8")
     rows = [tuple(row) for row in re.findall(
         r"^\|[^|]*\| (\S+) \| (\S+%) \| ([+-]\S+ ± \S+) \| (\d+\.\d%).* \|$", text, re.M)]
     rows = [(f"{float(norm):.2g}", *others) for norm, *others in rows]

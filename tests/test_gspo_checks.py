@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gspo
-from common.tiny_model import tiny_model, tiny_tokenizer
 from test_gspo import RANGE, example
 from tests.conftest import block
+from tools.warm_up import tiny_model, tiny_tokenizer
 
 LOSSES = pytest.mark.parametrize("loss", [gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss])
 

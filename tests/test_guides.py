@@ -14,9 +14,8 @@ import torch
 
 import gspo
 import train_math
-from common.intervals import paired
-from common.logs import read, read_packed
 from tests.conftest import TOP, block, check, parity_reward, run, train, weights_of
+from tools.logs import paired, read, read_packed
 
 OWN_TASK = "guides/own_task.md"
 PASTE = "guides/paste.md"

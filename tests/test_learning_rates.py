@@ -1,13 +1,12 @@
-"""experiments/tiny/learning_rates.py: runs, and the choice on other questions."""
+"""evidence/tiny/learning_rates.py: runs, and the choice on other questions."""
 import random
 
 import pytest
 
-from common.intervals import mean_difference
-from common.logs import read
-from experiments.comparisons import runs
-from experiments.comparisons.settings import variant
-from experiments.tiny import learning_rates
+from evidence.comparisons import runs
+from evidence.comparisons.settings import variant
+from evidence.tiny import learning_rates
+from tools.logs import mean_difference, read
 
 
 def test_the_interval_is_student_s_over_paired_differences():

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import gspo
-import support.runs
+import support.saving
 import train_math
-from common.logs import read
 from support.rewards import RewardError
 from support.sampling import check_rollout
 from tests.conftest import (
@@ -40,6 +39,7 @@ from tests.conftest import (
     without_clocks,
     write_jsonl,
 )
+from tools.logs import read
 
 
 class TestScore:
@@ -131,7 +131,7 @@ class TestAnAlgorithm:
         for module in train_math, gspo:
             shutil.copy(module.__file__, tmp_path)
         ignored = shutil.ignore_patterns("__pycache__")
-        folder = os.path.dirname(support.runs.__file__)
+        folder = os.path.dirname(support.saving.__file__)
         shutil.copytree(folder, tmp_path / "support", ignore=ignored)
         (tmp_path / "own.py").write_text(OWN_ALGORITHM)
         rows = [{"question": f"有 {i}?", "level": i} for i in range(10)]
@@ -271,7 +271,7 @@ class TestWhatIsKept:
         assert torch.equal(weights_of(fresh[0]), weights[1])
 
     def test_a_run_may_be_saved_more_often_than_it_is_evaluated(self, fresh, tmp_path):
-        with mock.patch.object(support.runs.torch, "save", wraps=torch.save) as save:
+        with mock.patch.object(support.saving.torch, "save", wraps=torch.save) as save:
             rows = train(fresh, held_out=2, output_dir=tmp_path, save_steps=1, eval_steps=3)
         assert [row["step"] for row in rows if "eval_reward" in row] == [0, 3, 6]
         assert save.call_count == 7

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import train_math
-from common.logs import read
-from common.tiny_model import tiny_tokenizer
 from tests.conftest import block, without_clocks
+from tools.logs import read
+from tools.warm_up import tiny_tokenizer
 
 PAGE = "guides/own_task.md"
 EPS_LOW, EPS_HIGH = 0.01, 0.0133

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from tests.conftest import TOP
 
 PAGE = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
-FOLDERS = "support", "common", "lesson", "experiments"
+FOLDERS = "support", "tools", "lesson", "homework", "evidence"
 MAY_IMPORT = {
     "copy", "itertools", "time", "dataclasses", "typing", "torch", "tqdm", "gspo", "support"}
 MAY_SUPPORT_IMPORT = {"torch", "tqdm", "transformers", "datasets", "filelock", "pyarrow"}
@@ -151,7 +151,7 @@ class TestSize:
     def test_of_the_results_is_as_small_as_the_page_says(self):
         most, files = re.search(r"All results folders together .*? (\d+) MB and\s(\d+) files",
                                 PAGE, re.DOTALL).groups()
-        paths = [path for folder in ("experiments", "lesson")
+        paths = [path for folder in ("evidence", "lesson", "homework")
                  for path in (TOP / folder / "results").rglob("*") if path.is_file()]
         assert len(paths) <= int(files)
         assert sum(path.stat().st_size for path in paths) <= int(most) * 10**6

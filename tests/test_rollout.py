@@ -11,11 +11,11 @@ import torch
 import transformers
 
 import train_math
-from common.tiny_model import tiny_tokenizer
 from support import cuda_sampling
 from support.cuda_sampling import cache_can_be_static, static_rollout
 from support.sampling import dynamic_rollout, next_logits
 from tests.conftest import QUESTIONS, check, encoded, rollout_of, settings, sums, train
+from tools.warm_up import tiny_tokenizer
 
 SAMPLERS = [dynamic_rollout, static_rollout]
 THREE = [*QUESTIONS, {"question": "3?"}]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lesson import seeds, tiny
+from tests.conftest import TOP
 
 
 def test_the_table_is_that_of_the_logs(monkeypatch):
@@ -16,7 +17,7 @@ def test_the_table_is_that_of_the_logs(monkeypatch):
 def test_every_fresh_run_has_the_settings_of_the_plan():
     found = seeds.runs_of("report")
     assert found and set(found) <= {(name, *pair) for name in seeds.STYLES for pair in seeds.FRESH}
-    plan = (seeds.RESULTS / "PLAN.md").read_text()
+    plan = (TOP / "evidence" / "plans" / "lesson.md").read_text()
     for (name, _, seed), rows in found.items():
         settings = rows[0]["settings"]
         assert settings["seed"] == seed

@@ -1,4 +1,4 @@
-"""experiments/qwen/sums.py: questions, reward, arithmetic, and that nothing is done twice.
+"""evidence/qwen/sums.py: questions, reward, arithmetic, and that nothing is done twice.
 tests/test_tables.py tests its published tables."""
 import functools
 import shutil
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.logs import read, write
-from experiments.qwen import sums
+from evidence.qwen import sums
 from tests.conftest import one_line, rollout_of
+from tools.logs import read, write
 
 
 class TestQuestions:

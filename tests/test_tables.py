@@ -1,6 +1,6 @@
 """All published tables and pictures follow from the committed logs."""
-from experiments import tables
-from experiments.speed import bench_vs_trl
+from evidence import tables
+from evidence.speed import bench_vs_trl
 
 
 def test_tables_follow_from_the_logs_byte_for_byte():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import TOP
 
-GUIDE = (TOP / "lesson" / "teaching.md").read_text(encoding="utf-8")
+GUIDE = (TOP / "homework" / "teaching.md").read_text(encoding="utf-8")
 
 
 def blocks_below(heading):

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import train_math
-from common.logs import read
 from lesson import tiny
 from tests.conftest import SMALL
+from tools.logs import read
 
 
 def test_has_correct_sums_and_mistakes_if_asked_for():

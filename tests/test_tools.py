@@ -1,4 +1,4 @@
-"""The tools of common/: logs, intervals, evaluate, plot and warm_up."""
+"""The tools of tools/: logs, intervals, evaluate, plot and warm_up."""
 
 from pathlib import Path
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import train_math
-from common import evaluate, logs, plot, warm_up
-from common.intervals import accuracy_text, paired
-from common.logs import read
-from common.tiny_model import tiny_model, tiny_tokenizer
 from support import cuda_sampling
 from tests.conftest import SMALL, one_line, sums, write_jsonl
+from tools import evaluate, logs, plot, warm_up
+from tools.logs import accuracy_text, paired, read
+from tools.warm_up import tiny_model, tiny_tokenizer
 
 # ---- logs.py -------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from filelock import FileLock
 import support.metrics
 import support.questions
 import train_math
-from common.logs import read
 from gspo import group_advantages, gspo_loss
 from tests.conftest import (
     QUESTIONS,
@@ -46,6 +45,7 @@ from tests.conftest import (
     write_jsonl,
 )
 from tests.test_rollout import model_of
+from tools.logs import read
 
 
 def load_questions(path, reward=None, **changes):

@@ -1,4 +1,4 @@
-"""experiments/tiny/two_turns.py: a conversation with one advantage per turn."""
+"""evidence/tiny/two_turns.py: a conversation with one advantage per turn."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_math
-from experiments.tiny import two_turns
+from evidence.tiny import two_turns
 from tests.conftest import rollout_of
 
 

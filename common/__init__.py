@@ -1,1 +1,0 @@
-"""Tools of lesson/ and experiments/, which train_math.py never imports."""

@@ -1,0 +1,402 @@
+"""Logs of silent bugs: eight rollouts on the small world, with one mistake each and no error.
+
+    python -m homework.find_the_bug                             the exercise: bugs/ and its picture
+    python -m homework.find_the_bug --all                       all twelve bugs: results/bugs.md
+    python -m homework.find_the_bug --handout FOLDER --shuffle 5             an exercise for a class
+    python -m homework.find_the_bug --handout FOLDER --shuffle 5 --seed 11   the same with new runs
+
+The published logs a to h are in bugs/, and their answers are in find_the_bug.md. A log that exists
+is not made again. A run takes about half a minute on an idle core, and is kept in runs/bugs/.
+
+A hand-out is FOLDER with exercise.md, eight logs and their picture. --shuffle gives the seed with
+which the letters are shuffled. The key is not in FOLDER but beside it, in FOLDER-key.md. Nothing is
+overwritten. Without --seed, a hand-out takes seconds, but its logs are the published ones, so that
+a student can look up the answers. With --seed N, eight new runs with the seeds N to N + 7 are made.
+Compare the key with the new logs before you grade, because seeds differ, and the key describes the
+usual case.
+
+The bugs follow below. Do not read on before you have solved find_the_bug.md.
+"""
+import argparse
+import json
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from matplotlib.figure import Figure
+
+import train_math
+from gspo import clipped_objective, group_advantages, gspo_loss
+from lesson import tiny
+from tools.logs import read
+from tools.plot import STYLES
+
+FOLDER = Path(__file__).with_name("bugs")
+TABLE = FOLDER.parents[1] / "lesson" / "results" / "bugs.md"
+FLAGS = [*tiny.FLAGS, "--learning_rate", "3e-4", "--eps_low", "0.003", "--eps_high", "0.004",
+         "--max_steps", "8", "--save_steps", "8", "--instruction", ""]
+METRICS = ("reward", "response_length", "cut", "equal_reward_groups", "entropy", "loss",
+           "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_std")
+SETTINGS = ("algorithm", "group_size", "prompts_per_step", "minibatches", "epochs",
+            "learning_rate", "max_steps", "max_completion_length")
+PANELS = {"reward": "linear", "response_length": "linear", "equal_reward_groups": "linear",
+          "loss": "log", "grad_norm": "log", "clip_fraction": "linear", "log_ratio_std": "log"}
+UNITS = {"reward": "mean", "response_length": "tokens", "equal_reward_groups": "fraction",
+         "loss": "absolute value", "grad_norm": "before clipping",
+         "clip_fraction": "fraction of tokens", "log_ratio_std": "of log s"}
+CAPTION = """`python -m homework.find_the_bug --all`: world 0, seed 0, eight rollouts.
+Means over the rollouts, of the loss's size, and eval_reward at the end.
+Bold: less than half of the value without a bug, or more than twice.
+
+"""
+LETTERS = "abcdefgh"
+SECOND_SEED = 1  # of the second correct run; the seed of all other published runs is 0
+BLUE, _ = STYLES["gspo"]
+END = 1  # the tiny tokenizer's end token
+
+
+# ---- the bugs ------------------------------------------------------------------------------------
+
+
+def against_itself(log_probs, old_log_probs, *arguments, **keywords):
+    return gspo_loss(log_probs, log_probs, *arguments, **keywords)
+
+
+def taken_anew(model, batch, temperature):
+    log_probs = train_math.response_log_probs(model, batch, temperature)
+    batch.old_log_probs = log_probs.detach()
+    return log_probs
+
+
+def without_temperature(model, batch, temperature):
+    return train_math.response_log_probs(model, batch, 1.0)
+
+
+def over_the_batch(rewards, group_size):
+    return group_advantages(rewards, len(rewards))
+
+
+def others_advantages(rollout, advantages, cfg):
+    """The advantages are in another order than the responses: first responses, second ones, ..."""
+    transposed = advantages.view(-1, cfg.group_size).T.flatten()
+    return train_math.build_minibatches(rollout, transposed, cfg)
+
+
+def without_end_token(rollout, advantages, cfg):
+    minibatches = train_math.build_minibatches(rollout, advantages, cfg)
+    for batch in sum(minibatches, []):
+        batch.mask &= batch.ids[:, 1:] != END
+    return minibatches
+
+
+def without_first_token(rollout, advantages, cfg):
+    """The mask of ids[:, :-1] is used for the log-probs of ids[:, 1:]."""
+    minibatches = train_math.build_minibatches(rollout, advantages, cfg)
+    for batch in sum(minibatches, []):
+        batch.mask[:, 1:] &= batch.mask[:, :-1].clone()
+    return minibatches
+
+
+def without_root(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
+    product = (log_probs - old_log_probs).sum(dim=1).exp()
+    return -clipped_objective(product, advantages, eps_low, eps_high).sum() / denominator
+
+
+def wrong_sign(*arguments, **keywords):
+    return -gspo_loss(*arguments, **keywords)
+
+
+def own_denominator(*arguments):
+    *arguments, _ = arguments  # the last one is the denominator
+    return gspo_loss(*arguments)
+
+
+def leave_gradients(optimizer):
+    pass
+
+
+BUGS = {  # the bug: what makes it (Parts or a field of Algorithm, flags, the optimizer's zero_grad)
+    "nothing": {},
+    "the ratio is always 1: the current log-probs stand for the old": {"loss": against_itself},
+    "zero_grad is missing": {"zero_grad": leave_gradients},
+    "advantages do not belong to their responses": {"build_minibatches": others_advantages},
+    "advantages over the whole batch, not over the group": {"advantages": over_the_batch},
+    "no root: s is the product of the tokens' ratios": {"loss": without_root},
+    "GRPO's clip range with GSPO": {"flags": ["--eps_low", "0.2", "--eps_high", "0.27"]},
+    "the loss has the wrong sign": {"loss": wrong_sign},
+    "the denominator is the micro-batch's own size": {"loss": own_denominator},
+    "the end token is left out of the mask": {"build_minibatches": without_end_token},
+    "the temperature (0.8) is left out of the log-probs":
+        {"response_log_probs": without_temperature, "flags": ["--temperature", "0.8"]},
+    "the mask is off by one: the first token is left out":
+        {"build_minibatches": without_first_token},
+    "the old log-probs are taken anew before each update": {"response_log_probs": taken_anew}}
+
+
+REASONS = {  # the bug: the metric that shows it, and why the bug must change this metric
+    "nothing": (
+        "equal_reward_groups, grad_norm and clip_fraction are normal",
+        "equal_reward_groups is above 0 in some rollouts, grad_norm stays below 1, the size of the "
+        "loss is about 1e-4 to 1e-2, and clip_fraction falls but not to 0. Two correct runs with "
+        "different seeds differ in every number, so a small difference is no sign of a mistake."),
+    "the ratio is always 1: the current log-probs stand for the old": (
+        "loss, about 1e-8",
+        "If every ratio is 1, the loss is minus the mean advantage of a minibatch, which is 0 "
+        "apart from rounding. In a correct run, the ratios differ from 1 after the first update, "
+        "and the loss is not that small. Nothing is ever clipped, so the policy moves too far "
+        "(log_ratio_std in the first rollout), and the run collapses."),
+    "zero_grad is missing": (
+        "grad_norm, at least about 1 in every rollout",
+        "Each step uses the sum of its gradient and all earlier ones. clip_grad_norm_ scales this "
+        "sum in place to norm 1, and the next gradient is added to it."),
+    "advantages do not belong to their responses": (
+        "reward, which does not rise, while the other metrics look normal",
+        "The gradient has its usual size, so grad_norm, clip_fraction and log_ratio_std do not "
+        "change. But its direction does not depend on which responses were correct."),
+    "advantages over the whole batch, not over the group": (
+        "equal_reward_groups, exactly 0 in every rollout",
+        "A group with equal rewards has advantages of 0 only if its mean is subtracted. The mean "
+        "of the whole batch differs from it, so that no advantage is exactly 0."),
+    "no root: s is the product of the tokens' ratios": (
+        "grad_norm, several times that of a correct run",
+        "The derivative of log s lacks the factor 1/|y|. The gradient is clipped to norm 1 before "
+        "the step, which hides the mistake from the weights and thus from the reward."),
+    "GRPO's clip range with GSPO": (
+        "clip_fraction, near 0 after the first rollouts",
+        "s is a geometric mean over the tokens and stays near 1, so it hardly ever leaves the "
+        "range from 0.8 to 1.27. The policy moves further in each rollout (log_ratio_std).")}
+
+EXERCISE = """# Find the bug
+
+Eight runs had eight rollouts each on the same task. A model with 100,000 parameters answers word
+problems, and a response has the reward 1 if its answer is correct, and otherwise 0. None of the
+runs printed an error or a warning. Two runs are correct. Their seeds differ, so they show how much
+the metrics differ without a mistake. In each of the other six runs, one line of the training loop
+is wrong. Which log belongs to which mistake, and how can you tell?
+
+![A row of panels for each of the logs a to h, one panel per metric](logs.png)
+
+All eight runs were meant to be GSPO with a clip range of 0.003 and 0.004, a learning rate of 3e-4,
+16 questions with 16 responses each per rollout, and 8 minibatches x 4 epochs, which are 32
+optimizer steps. Each gradient is clipped to norm 1. The numbers are in a.jsonl to h.jsonl, one line
+per rollout. The first line is an evaluation before training.
+
+| metric | meaning |
+|---|---|
+| `reward` | mean reward of the sampled responses |
+| `eval_reward` | accuracy on held-out questions with greedy decoding (squares in the picture) |
+| `response_length`, `cut` | mean length in tokens; fraction of responses at the limit of 108 |
+| `equal_reward_groups` | fraction of groups whose advantages are all exactly 0 |
+| `entropy` | mean entropy per token in nats |
+| `loss` | mean over the optimizer steps; the picture shows its absolute value |
+| `grad_norm` | mean gradient norm before it is clipped to 1 |
+| `clip_fraction` | fraction of tokens that the clip removes from the gradient |
+| `log_ratio_first_max` | largest absolute log importance ratio before the first optimizer step |
+| `log_ratio_std` | standard deviation of the log importance ratios after it |
+
+`clip_fraction` and the log ratios are computed from the true old log-probs, even if the loss used
+something else.
+
+Before you look at the logs, write down for each mistake which metric must change, and how. Then
+complete the table. A correct letter gives 1 point. A reason gives 2 points: one for the metric that
+shows the mistake, and one for a sentence that says why the mistake must change this metric. For a
+correct run, say which metrics exclude the mistakes that still learn. There are 24 points.
+
+| what is wrong | log | the metric that shows it, and why it must |
+|---|---|---|
+{lines}
+"""
+
+KEY = """# Find the bug: the key
+
+Letters: shuffled with {shuffle}. Runs: {runs}. A letter gives 1 point. A reason gives 2 points: one
+for the metric, and one for the explanation. Accept any other metric if the log shows it and the
+explanation is correct.
+
+| log | what is wrong | the metric that shows it | why |
+|---|---|---|---|
+{lines}
+"""
+
+
+# ---- the runs ------------------------------------------------------------------------------------
+
+
+def run(name, seed=0):
+    """The rows of metrics of a run with this bug. The run is made unless its log exists."""
+    kept = Path("runs/bugs", f"{list(BUGS).index(name)}-{seed}.jsonl")
+    if not kept.exists():
+        parts = dict(BUGS[name])
+        folder = tiny.world(0)
+        cfg = train_math.parse_settings([
+            *FLAGS, "--seed", str(seed), "--dataset", str(folder / "questions"),
+            *parts.pop("flags", ())])
+        cfg = replace(cfg, output_dir=None)
+        questions, held_out = train_math.load_questions(cfg)
+        model, tokenizer = train_math.load(folder / "model", "cpu")
+        fields = {name: parts.pop(name) for name in ("loss", "advantages") if name in parts}
+        algorithm = train_math.ALGORITHMS["gspo"]._replace(**fields)
+        zero_grad = parts.pop("zero_grad", torch.optim.AdamW.zero_grad)
+        with (mock.patch.dict(train_math.ALGORITHMS, gspo=algorithm),
+              mock.patch.object(torch.optim.AdamW, "zero_grad", zero_grad)):
+            rows = train_math.train(cfg, model, tokenizer, questions, held_out, **parts)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read(kept)
+
+
+def answers():
+    """{letter: the bug of its published log}: the first seven of BUGS, shuffled, and then a second
+    correct run."""
+    names = random.Random(2507).sample(list(BUGS)[:7], 7)
+    return dict(zip(LETTERS, [*names, "nothing"]))
+
+
+def published(letter):
+    """The rows of a published log as the exercise shows them. A missing log is made."""
+    path = FOLDER / f"{letter}.jsonl"
+    if path.exists():
+        return read(path)
+    seed = SECOND_SEED if letter == "h" else 0
+    return [shown(row) for row in run(answers()[letter], seed)]
+
+
+def write_logs(logs, folder, picture):
+    """Writes {letter: rows} as a.jsonl, b.jsonl, ..., and their picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for letter, rows in logs.items():
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{letter}.jsonl").write_text("".join(lines))
+    draw(logs, folder / picture)
+
+
+def shown(row):
+    """What the exercise shows of a row of metrics, with four digits."""
+    kept = {"step": row["step"]}
+    for name in (*METRICS, "eval_reward"):
+        if name in row:
+            kept[name] = None if row[name] is None else float(f"{row[name]:.4g}")
+    if "settings" in row:
+        kept["settings"] = {name: row["settings"][name] for name in SETTINGS}
+    return kept
+
+
+# ---- the hand-out for a class --------------------------------------------------------------------
+
+
+def hand_out(folder, shuffle, seed=None):
+    """Writes the exercise and eight logs into a new folder, and the key beside it.
+
+    shuffle: the seed of the letters. seed: of the first of eight new runs; None: the published
+    logs. Returns the path of the key. FileExistsError: one of the two exists already."""
+    key = folder.with_name(f"{folder.name}-key.md")
+    for path in folder, key:
+        if path.exists():
+            raise FileExistsError(f"{path} exists already, so nothing was written")
+    names = list(answers().values())
+    if seed is None:
+        logs = [published(letter) for letter in LETTERS]
+        source = "the published logs"
+    else:
+        logs = [[shown(row) for row in run(name, seed + i)] for i, name in enumerate(names)]
+        source = f"new ones with the seeds {seed} to {seed + 7}"
+    order = list(range(len(LETTERS)))
+    random.Random(shuffle).shuffle(order)
+    write_logs({letter: logs[i] for letter, i in zip(LETTERS, order)}, folder, "logs.png")
+    lines = [f"| {name} | | |" for name in sorted(names)]
+    (folder / "exercise.md").write_text(EXERCISE.format(lines="\n".join(lines)))
+    lines = []
+    for letter, i in zip(LETTERS, order):
+        metric, why = REASONS[names[i]]
+        lines.append(f"| {letter} | {names[i]} | {metric} | {why} |")
+    key.write_text(KEY.format(shuffle=shuffle, runs=source, lines="\n".join(lines)))
+    return key
+
+
+# ---- picture and table ---------------------------------------------------------------------------
+
+
+def draw(logs, path):
+    """A row of panels for each log, {letter: rows}. The panels of a column have the same scale."""
+    figure = Figure((12, 1.45 * len(logs) + 1), layout="constrained")
+    axes = figure.subplots(len(logs), len(PANELS), sharex=True, sharey="col")
+    for line, (letter, rows) in zip(axes, logs.items()):
+        for axis, (name, scale) in zip(line, PANELS.items()):
+            values = [math.nan if row[name] is None else abs(row[name]) for row in rows[1:]]
+            axis.plot(range(1, len(rows)), values, ".-", color=BLUE)
+            axis.set_yscale(scale)
+            axis.tick_params(labelsize=9)
+            axis.grid(alpha=0.3)
+        line[0].set_ylabel(letter, rotation=0, fontsize=16, labelpad=16)
+        evaluated = [rows[0]["eval_reward"], rows[-1]["eval_reward"]]
+        line[0].plot([0, len(rows) - 1], evaluated, "s", color="black", markerfacecolor="white")
+    for axis, name in zip(axes[0], PANELS):
+        axis.set_title(f"{name}\n({UNITS[name]})", fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xticks([0, 4, 8])
+    figure.suptitle("Each row is a log. Six logs differ from a correct run in at least one panel.")
+    figure.supxlabel("rollout (white squares: eval_reward, the accuracy on held-out questions)")
+    figure.savefig(path, dpi=150)
+
+
+def averages(rows):
+    """{metric: the mean of its absolute value over the rollouts}, and eval_reward at the end."""
+    values = {"eval_reward": rows[-1]["eval_reward"]}
+    for name in METRICS:
+        known = [abs(row[name]) for row in rows[1:] if row[name] is not None]
+        values[name] = sum(known) / len(known)
+    return values
+
+
+def table():
+    """A line for each bug; what differs by a factor of two is bold."""
+    healthy = averages(run("nothing"))
+    lines = [f"| wrong | {' | '.join(healthy)} |", "|---" * (1 + len(healthy)) + "|"]
+    for name in BUGS:
+        cells = []
+        for metric, value in averages(run(name)).items():
+            far = not healthy[metric] / 2 <= value <= 2 * healthy[metric]
+            cells.append(f"**{value:.2g}**" if far else f"{value:.2g}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--all", action="store_true",
+                        help="run all twelve bugs, and write results/bugs.md")
+    parser.add_argument("--handout", type=Path, metavar="FOLDER",
+                        help="write an exercise for a class to FOLDER")
+    parser.add_argument("--shuffle", type=int, metavar="SEED",
+                        help="seed of the order of the letters in the hand-out")
+    parser.add_argument("--seed", type=int,
+                        help="seed of the first new run (default: use the published logs)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
+    if (args.handout is None) != (args.shuffle is None):
+        parser.error("--handout and --shuffle must be given together")
+    if args.seed is not None and args.handout is None:
+        parser.error("--seed needs --handout, because it is for the runs of a hand-out")
+    if args.handout:
+        try:
+            key = hand_out(args.handout, args.shuffle, args.seed)
+        except FileExistsError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        print(f"the exercise: {args.handout}\nthe key, which is not for students: {key}")
+        return
+    if args.all:
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(CAPTION + table())
+        print(TABLE.read_text(), end="")
+        return
+    write_logs({letter: published(letter) for letter in LETTERS}, FOLDER, "bugs.png")
+    print(f"{FOLDER}/a.jsonl to h.jsonl, and their picture, bugs.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tools of lesson/ and evidence/, which train_math.py never imports."""

@@ -1,0 +1,186 @@
+"""Logs as .jsonl files, one JSON object per line, and 95% confidence intervals.
+
+    python -m tools.logs pack FOLDER FILE      all .jsonl files below FOLDER, in one FILE
+    python -m tools.logs unpack FILE FOLDER    the files again
+
+A file whose name ends in .gz is compressed; `zcat FILE` shows it.
+
+In a packed file the first key of each row, "log", is the path of the file that it comes from,
+without .jsonl. If two files are equal, the second one is a single row: {"log": ..., "same_as": ...}
+"""
+import argparse
+import gzip
+import json
+import math
+import statistics
+import zlib
+from pathlib import Path
+
+from support.metrics import wilson
+
+STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # models: the t of a 95% interval
+
+
+def contents(path):
+    """The bytes of a file, b"" if it does not exist. A .gz file is decompressed, apart from an end
+    that is incomplete."""
+    if not path.exists():
+        return b""
+    data = path.read_bytes()
+    if path.suffix != ".gz":
+        return data
+    found = b""
+    while data:
+        member = zlib.decompressobj(wbits=31)
+        found += member.decompress(data)
+        data = member.unused_data
+    return found
+
+
+def read(path):
+    """The rows of a .jsonl file. A line that is incomplete, because its writer was killed, is left
+    out."""
+    rows = []
+    for line in contents(Path(path)).decode("utf-8", errors="replace").split("\n"):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            pass
+    return rows
+
+
+def append(path, row):
+    """Adds one row to the file, on a line of its own even if the last line is incomplete."""
+    path = Path(path)
+    written = contents(path)
+    is_incomplete = written and not written.endswith(b"\n")
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "at", encoding="utf-8") as file:
+        if is_incomplete:
+            file.write("\n")
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def write(path, rows):
+    """Writes a new .jsonl file. If the write is interrupted, the old file stays as it was."""
+    aside = path.with_suffix(".partial")
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    data = "".join(lines).encode("utf-8")
+    aside.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    aside.replace(path)
+
+
+def read_packed(path):
+    """The logs of a packed file, {name of a log: its rows}."""
+    logs = {}
+    for row in read(path):
+        name = row.pop("log")
+        if "same_as" in row:
+            logs[name] = logs[row["same_as"]]
+        else:
+            logs.setdefault(name, []).append(row)
+    return logs
+
+
+def write_packed(path, logs):
+    """Writes {name of a log: its rows} into one file. A log without rows is left out."""
+    rows = []
+    first = {}  # content of a log: the name of the first log with this content
+    for name, log in logs.items():
+        same = first.setdefault(json.dumps(log), name)
+        if same == name:
+            rows += [{"log": name, **row} for row in log]
+        else:
+            rows.append({"log": name, "same_as": same})
+    write(path, rows)
+
+
+def pack(folder, path):
+    files = sorted(folder.rglob("*.jsonl"))
+    names = [str(file.relative_to(folder).with_suffix("")) for file in files]
+    write_packed(path, {name: read(file) for name, file in zip(names, files)})
+
+
+def unpack(path, folder):
+    for name, rows in read_packed(path).items():
+        file = folder / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, rows)
+
+
+# ---- intervals -----------------------------------------------------------------------------------
+
+# Most functions take lists of values, one for each question: 1 (or True) for a correct answer,
+# otherwise 0 (or False). mean_difference takes accuracies, one for each starting model.
+
+
+def accuracy(values):
+    """(fraction of correct answers, lower end, upper end) with Wilson's 95% interval."""
+    correct = sum(values)
+    low, high = wilson(correct, len(values))
+    return correct / len(values), low, high
+
+
+def accuracy_text(values):
+    """For example "73.8% (68.1% to 78.8%)"."""
+    return "{:.1%} ({:.1%} to {:.1%})".format(*accuracy(values))
+
+
+def paired(before, after):
+    """Compares the answers of two models to the same questions.
+
+    Returns the difference of the two accuracies, its 95% interval (normal approximation), and the
+    p-value of McNemar's exact test. This is the probability of a split between gained and lost
+    answers that is at least as uneven as the observed one, if both were equally likely."""
+    n = len(before)
+    gained = 0
+    lost = 0
+    for x, y in zip(before, after, strict=True):
+        gained += y > x
+        lost += y < x
+    difference = (gained - lost) / n
+    changed = gained + lost
+    half = 1.96 * math.sqrt(changed - (gained - lost) ** 2 / n) / n
+    fewer = 0
+    for k in range(min(gained, lost) + 1):
+        fewer += math.comb(changed, k)
+    p = min(1, 2 * fewer / 2**changed)
+    return difference, (difference - half, difference + half), p
+
+
+def gain_text(before, after):
+    """The paired difference, for example "+14.1% (95%: +8.4% to +19.7%), p = 3e-06"."""
+    difference, (low, high), p = paired(before, after)
+    return f"{difference:+.1%} (95%: {low:+.1%} to {high:+.1%}), p = {p:.2g}"
+
+
+def mean_difference(accuracies, others, narrowest=0):
+    """The mean paired difference of two variants' accuracies, in points, with the half width of
+    Student's 95% interval: "+5.1 ± 4.6". An interval that was widened to `narrowest` has a star."""
+    values = [100 * (a - b) for a, b in zip(accuracies, others, strict=True)]
+    text = f"{statistics.fmean(values):+.1f}"
+    if len(values) in STUDENT:
+        half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+        text += f" ± {max(half, narrowest):.1f}" + "*" * (half < narrowest)
+    return text
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["pack", "unpack"])
+    parser.add_argument("source", type=Path, help="pack: a folder of logs; unpack: a packed file")
+    parser.add_argument("target", type=Path, help="pack: the packed file; unpack: a folder")
+    args = parser.parse_args(argv)
+    if not args.source.exists():
+        parser.error(f"{args.source} does not exist")
+    if args.what == "pack":
+        pack(args.source, args.target)
+    else:
+        unpack(args.source, args.target)
+
+
+if __name__ == "__main__":
+    main()
