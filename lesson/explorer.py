@@ -23,8 +23,6 @@ from matplotlib.figure import Figure
 import gspo
 import train_math
 from lesson.tiny import FLAGS, RANGES, world
-from support.models import load
-from support.questions import load_questions
 from tools.plot import STYLES
 
 HERE = Path(__file__).parent
@@ -67,8 +65,8 @@ def logged_run(name):
     cfg = train_math.parse_settings([
         *FLAGS, *RANGES["gspo"], "--model", str(folder / "model"), "--dataset",
         str(folder / "questions"), "--instruction", "", "--output_dir", ""])
-    questions, _ = load_questions(cfg, train_math.correctness_reward)
-    model, tokenizer = load(cfg.model, cfg.device)
+    questions, _ = train_math.load_questions(cfg, train_math.correctness_reward)
+    model, tokenizer = train_math.load(cfg.model, cfg.device)
     rewards = []  # of steps 0, 1, ...
     step = {}
     log_ratios = []  # after each update: (256, L), for all responses, also those with advantage 0
