@@ -94,8 +94,10 @@ def tf32_matmuls():
 @contextlib.contextmanager
 def evaluation_mode(model):
     """Without dropout in this block. Afterwards, each module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modules = model.modules() if isinstance(model, torch.nn.Module) else []  # it may be an engine
+    modes = [(module, module.training) for module in modules]
+    for module, _ in modes:
+        module.training = False
     try:
         yield
     finally:
