@@ -30,33 +30,25 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     advantages = torch.ones_like(advantages)  # those of equal rewards would leave nothing to try
     for batch in itertools.chain(*parts.build_minibatches(rollout, advantages, short)):
         log_probs = parts.response_log_probs(model, batch, 1.0)
-        check_log_probs(model, batch, log_probs, 1e-3 if parts.generate is generate else 1)
+        gap = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs().max()
+        if not gap < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
+            cause = "Its cache, padding or head is unsupported, or transformers is below 5.24"
+            coarse = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
+            if coarse:  # frozen weights, such as those below a LoRA adapter
+                cause = f"Weights in {coarse.pop()} round too much: load the model in float32"
+            raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
+                             f"sampling and the full forward pass. {cause}")
         if batch.old_log_probs is None:
             batch.old_log_probs = log_probs.detach()
-        losses = []
-        for denominator in 2, 4:
-            losses.append(algorithm.loss(
-                log_probs, batch.old_log_probs, batch.advantages, batch.mask, *cfg.clip_range(),
-                denominator, **batch.extra))
-            if losses[-1].shape != () or not losses[-1].requires_grad:
-                raise ValueError("the loss must be one number with a gradient, not "
-                                 f"{losses[-1]!r:.100}")
+        arguments = log_probs, batch.old_log_probs, batch.advantages, batch.mask, *cfg.clip_range()
+        loss = algorithm.loss(*arguments, 2, **batch.extra)
+        if loss.shape != () or not loss.requires_grad:
+            raise ValueError(f"the loss must be one number with a gradient, not {loss!r:.100}")
+        half = algorithm.loss(*arguments, 4, **batch.extra)
         # A loss with further arguments may have a denominator of its own.
-        if not batch.extra and not torch.isclose(losses[0], 2 * losses[1], rtol=1e-3):
+        if not batch.extra and not torch.isclose(loss, 2 * half, rtol=1e-3):
             raise ValueError("the loss must be a sum over responses that is divided by "
                              "`denominator`, but with twice the denominator, it is not half")
-
-
-def check_log_probs(model, batch, log_probs, most):
-    """ValueError: `log_probs` and those of the sampler differ by more than `most` in a response."""
-    gap = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs().max()
-    if not gap < most:  # it may be NaN
-        cause = "Its cache, padding or head is unsupported, or transformers is below 5.24"
-        coarse = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
-        if coarse:  # frozen weights, such as those below a LoRA adapter
-            cause = f"Weights in {coarse.pop()} round too much: load the model in float32"
-        raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
-                         f"sampling and the full forward pass. {cause}")
 
 
 def check_prompts(model, prompts, questions, max_completion_length):
