@@ -3,7 +3,6 @@
 Read sampling.py first. What is here only makes the same work faster on a GPU.
 """
 import copy
-import weakref
 
 import torch
 from tqdm.auto import tqdm
@@ -22,36 +21,22 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
     if model.device.type != "cuda" or not cache_can_be_static(model, length):
         return dynamic_rollout(model, *arguments)
     torch.cuda.set_device(model.device)  # a CUDA graph records only the current device
-    refused = REFUSED.setdefault(model, set())
-    for dtype in PRECISIONS:
-        if temperature == 0 or dtype in refused:
-            continue  # accuracies are computed from greedy responses, which are in float32
+    # Responses to train on are sampled with a 16-bit copy of the weights, which takes less than
+    # half of the time. The policy that samples is then a slightly different one. bf16 keeps few of
+    # the changes of a step at 1e-6, and float16 ends at 65,504. Greedy responses are in float32.
+    dtypes = vars(model).setdefault("sampling_dtypes", [torch.float16, torch.bfloat16])
+    for dtype in list(dtypes) if temperature else []:
         sampler = copy_in(model, dtype)
         if can_sample(sampler, model, max(prompts, key=len)):
             responses, log_probs = static_rollout(sampler, *arguments)
             if log_probs.isfinite().all():
                 return responses, log_probs
-        refused.add(dtype)
+        dtypes.remove(dtype)
         note(f"this model cannot sample in {dtype}, which is too coarse or overflows")
     responses, log_probs = static_rollout(model, *arguments)
     if not log_probs.isfinite().all():
         raise FloatingPointError("the logits of the model are not finite")
     return responses, log_probs
-
-
-# Responses to train on are sampled with a 16-bit copy of the weights, which takes less than half of
-# the time (measured in bf16). The policy that samples is then a slightly different one. bf16 keeps
-# few of the changes of a step at 1e-6. float16 ends at 65,504 (evidence/precision.md).
-PRECISIONS = {torch.float16: 1e-2, torch.bfloat16: 0.1}  # and the sampler_gap that each explains
-REFUSED = weakref.WeakKeyDictionary()  # {model: the precisions that have failed for it}
-
-
-def largest_gap(sampler, model):
-    """The largest sampler_gap that rounding explains, in nats; a sampler of yours may use bf16."""
-    if sampler is not generate:
-        return 0.1
-    used = PRECISIONS.keys() - REFUSED.get(model, PRECISIONS)  # has no model without a copy
-    return min((PRECISIONS[dtype] for dtype in used), default=1e-4)
 
 
 def copy_in(model, dtype):
@@ -80,10 +65,10 @@ def cache_can_be_static(model, length):
     """Whether `static_rollout` supports this model: only attention layers, with SDPA, no sliding
     window that is shorter than `length` tokens, no mixture of experts, and no dynamic rope."""
     has_experts = any(p.dim() == 3 for p in model.parameters())  # the CPU decides which ones run
-    if "'dynamic'" in str(getattr(model.config, "rope_parameters", "")):  # the CPU reads positions
-        return False
+    has_dynamic_rope = "'dynamic'" in str(getattr(model.config, "rope_parameters", ""))
     is_capturable = getattr(model.get_decoder(), "_can_compile_fullgraph", False)
-    if has_experts or not is_capturable or model.config._attn_implementation != "sdpa":
+    has_sdpa = model.config._attn_implementation == "sdpa"
+    if has_experts or has_dynamic_rope or not is_capturable or not has_sdpa:
         return False
     kinds = StaticLayer, StaticSlidingWindowLayer
     layers = StaticCache(config=model.config, max_cache_len=length).layers
@@ -100,8 +85,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
     width = max(map(len, prompts))
     cache = StaticCache(config=model.config, max_cache_len=width + max_length)
     logits, mask = prefill(model, cache, prompts, group_size)
-    not_padding = torch.nn.functional.pad(mask.bool(), (0, max_length), value=True)
-    not_padding = not_padding[:, None, None]
+    not_padding = torch.nn.functional.pad(mask.bool(), (0, max_length), value=True)[:, None, None]
     columns = torch.arange(width + max_length, device=mask.device)
     t = torch.zeros(1, dtype=torch.long, device=mask.device)  # tokens sampled so far
     tokens = torch.zeros(len(mask), max_length, dtype=torch.long, device=mask.device)
@@ -117,8 +101,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
         last = tokens.index_select(1, t - 1)
         visible = not_padding & (columns < width + t)  # (B, 1, 1, columns of the cache)
         positions = mask.sum(1, keepdim=True) + t - 1
-        logits = next_logits(model, cache, last, visible, positions)
-        draw(logits)
+        draw(next_logits(model, cache, last, visible, positions))
 
     draw(logits)
     for done in tqdm(range(1, max_length), "sampling, tokens", leave=False, delay=1):
@@ -152,7 +135,7 @@ def run_and_capture(decode):
             raise torch.OutOfMemoryError(str(error)) from error
         if "CUDA error" in str(error):
             raise ValueError(f"this model cannot be recorded in a CUDA graph ({error!r:.200}). Use "
-                             "main(generate=dynamic_rollout), from support.sampling") from None
+                             "main(generate=train_math.dynamic_rollout)") from None
         note(f"sampling without a CUDA graph, which is slow: {error!r:.200}")
         return decode
     return graph.replay

@@ -2,6 +2,7 @@
 tests/test_tables.py tests its published tables."""
 import functools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
         if temperature == 0.6 and len(asked) < 5:
             raise KeyboardInterrupt
         n = len(questions)
-        return rollout_of([[1]] * n, [[1, 2]] * n)
+        return replace(rollout_of([[1]] * n, [[1, 2]] * n), questions=questions)
 
     def train(argv, reward):
         cfg = sums.train_math.parse_settings(argv)

@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 
 import train_math
-from support.cuda_sampling import PRECISIONS, REFUSED
 from tools.logs import accuracy_text, paired, read, write
 
 
@@ -41,8 +40,8 @@ def precision(model, temperature, device):
     """The precision in which `generate` has computed responses at this temperature."""
     dtypes = [torch.float32]
     if temperature and torch.device(device).type == "cuda":
-        refused = REFUSED.get(model, PRECISIONS)  # is not there if static_rollout cannot be used
-        dtypes = [dtype for dtype in PRECISIONS if dtype not in refused] + dtypes
+        # The attribute is not there if static_rollout cannot be used.
+        dtypes = [*getattr(model, "sampling_dtypes", []), *dtypes]
     return str(dtypes[0]).removeprefix("torch.")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import matplotlib
 
-from support.metrics import wilson
 from tools.logs import paired, read, read_packed
+from train_math import wilson
 
 RESULTS = Path(__file__).parents[1] / "results" / "qwen" / "gsm8k_gpu"
 RUNS = {  # log: label, colour, line style; GSPO is blue and GRPO orange, as in every picture

@@ -16,14 +16,12 @@ import time
 import torch
 
 import train_math
-from support.cuda_sampling import static_rollout
-from support.sampling import dynamic_rollout
 
 VARIANTS = {  # (what replaces the sampler, settings)
     "default": (None, {}),
     "8192 tokens per micro-batch": (None, {"micro_batch_tokens": 8192}),
-    "float32 sampler": (static_rollout, {}),
-    "dynamic sampler": (dynamic_rollout, {}),
+    "float32 sampler": (train_math.static_rollout, {}),
+    "dynamic sampler": (train_math.dynamic_rollout, {}),
 }
 
 
