@@ -1,4 +1,5 @@
 """The trial of train_math.py: a model and the parts of a step, before the long work begins."""
+import contextlib
 import copy
 import itertools
 from dataclasses import replace
@@ -9,7 +10,7 @@ from tqdm.auto import tqdm
 from support.cuda_sampling import generate
 from support.models import check_trainable
 from support.rewards import score_rollout
-from support.sampling import check_rollout
+from support.sampling import check_rollout, end_tokens
 
 UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -23,20 +24,25 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     model.eval()
     check_trainable(model)
     questions = copy.deepcopy(questions)
-    prompts = parts.encode_prompts(tokenizer, questions, cfg)
+    with blames("the chat template", parts, "encode_prompts"):
+        prompts = parts.encode_prompts(tokenizer, questions, cfg)
     longest = check_prompts(model, prompts, questions, cfg.max_completion_length)
     tqdm.write(f"a complete prompt: {tokenizer.decode(prompts[0])!r}")
     short = replace(cfg, max_completion_length=8, group_size=2, minibatches=1)
     texts = "?", questions[longest]["question"]  # prompts of different lengths
     two = [questions[0] | {"question": text} for text in texts]
-    rollout = parts.sample(model, tokenizer, two, 1, 0.0, short, parts)
+    with blames("the model or its cache", parts, "encode_prompts", "generate", "sample"):
+        rollout = parts.sample(model, tokenizer, two, 1, 0.0, short, parts)
     check_rollout(rollout, two, 1)
+    if parts.encode_prompts is type(parts)().encode_prompts:
+        check_template(model, tokenizer, rollout)
     rewards, _ = score_rollout(parts.reward, rollout, short)
     advantages = algorithm.advantages(rewards, 2)
     advantages = torch.ones_like(advantages)  # those of equal rewards would leave nothing to try
     minibatches = parts.build_minibatches(rollout, advantages, short)
     for batch in itertools.chain(*minibatches):
-        log_probs = parts.response_log_probs(model, batch, 1.0)
+        with blames("the forward pass of the model", parts, "response_log_probs"):
+            log_probs = parts.response_log_probs(model, batch, 1.0)
         gaps = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs()
         if not gaps.max() < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
             raise ValueError(f"the log-probs of eight sampled tokens differ by {gaps.max():.2g} "
@@ -48,6 +54,40 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
                               *cfg.clip_range(), 2, **batch.extra)
         if loss.shape != () or not loss.requires_grad:
             raise ValueError(f"the loss must be one number with a gradient, not {loss!r:.100}")
+
+
+@contextlib.contextmanager
+def blames(what, parts, *names):
+    """ValueError: an error in this block, unless it may come from a part of yours, by these names.
+
+    Then the model does not fit the default parts. A ValueError explains itself."""
+    try:
+        yield
+    except Exception as error:
+        is_yours = any(getattr(parts, name) is not getattr(type(parts)(), name) for name in names)
+        if is_yours or isinstance(error, (ValueError, torch.OutOfMemoryError)):
+            raise
+        raise ValueError(f"{what} is unsupported and raised {error!r:.300}") from None
+
+
+def check_template(model, tokenizer, rollout):
+    """A note if the token that ends a turn in the chat template does not end a response.
+
+    ValueError: the prompts of two questions are equal."""
+    first, last = (row["question"] for row in rollout.questions)
+    if rollout.prompts[0] == rollout.prompts[1] and first != last:
+        raise ValueError("the chat template drops the text of the question")
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "42"}]
+    try:
+        end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("42")[2].lstrip()
+    except Exception:  # the template is only used for prompts
+        return
+    end_ids = end_tokens(model, tokenizer).tolist()
+    for i in tokenizer(end, add_special_tokens=False).input_ids[:1]:
+        if i in tokenizer.added_tokens_decoder and i not in end_ids:
+            tqdm.write(f"note: the chat template ends a turn with {tokenizer.decode(i)!r}, which "
+                       f"does not end a response. Add {i} to eos_token_id in the file "
+                       "generation_config.json of the model")
 
 
 def check_prompts(model, prompts, questions, max_completion_length):
