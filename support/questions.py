@@ -96,7 +96,7 @@ def part_files(folder):
     files = {}
     for file in sorted(folder.iterdir()):
         parts = {PARTS[word] for word in re.split("[^a-z]+", file.stem.lower()) if word in PARTS}
-        if file.suffix.lower() in ENDINGS:
+        if file.suffix.lower() in ENDINGS and not file.name.startswith("."):
             files.setdefault(parts.pop() if len(parts) == 1 else None, []).append(file)
     others = [file.name for file in files.pop(None, [])]
     if others and not files:
@@ -129,9 +129,8 @@ def read_rows(path):
         if data.startswith(b"version https://git-lfs"):
             raise ValueError("it is only a pointer to the data. Run git lfs pull")
         if kind == ".parquet":
-            table = pyarrow.parquet.read_table(path)
-            unique_columns([(name, None) for name in table.column_names])
-            rows = table.to_pylist()
+            unique_columns([(name, None) for name in pyarrow.parquet.read_schema(path).names])
+            rows = pyarrow.parquet.read_table(path).to_pylist()
         else:
             rows = text_rows(data, kind)
         for i, row in enumerate(rows, 1):
@@ -163,7 +162,8 @@ def text_rows(data, kind):
             if line.strip():
                 rows.append(json.loads(line, object_pairs_hook=unique_columns))
         except ValueError as error:
-            raise ValueError(f"line {i}: {error}. Each row must be a JSON object on one line"
+            reason = getattr(error, "msg", error)
+            raise ValueError(f"line {i}: {reason}. Each row must be a JSON object on one line"
                              ) from None
     return rows
 
