@@ -104,7 +104,7 @@ def parse_settings(argv=None):
 
 def encode_prompts(tokenizer, questions, cfg):
     """The token ids of each question in the chat template (for Qwen3: without thinking)."""
-    system = [{"role": "system", "content": cfg.system}] if cfg.system else []
+    system = [{"role": "system", "content": cfg.system}] if cfg.system is not None else []
     chats = []
     for row in questions:
         text = f"{row['question']}\n{cfg.instruction}"

@@ -1,4 +1,9 @@
 """The trial of train_math.py: a model and the parts of a step, before the long work begins."""
+<<<<<<< HEAD
+=======
+import contextlib
+import copy
+>>>>>>> data
 import itertools
 from dataclasses import replace
 
@@ -7,7 +12,7 @@ import torch
 from support.cuda_sampling import generate
 from support.models import check_trainable, show
 from support.rewards import score_rollout
-from support.sampling import check_rollout
+from support.sampling import check_rollout, end_tokens
 
 
 def check_model(model, tokenizer, questions, cfg, parts, algorithms):
@@ -17,17 +22,27 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     algorithm = algorithms[cfg.algorithm]
     model.eval()
     check_trainable(model)
+<<<<<<< HEAD
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
+=======
+    questions = copy.deepcopy(questions)
+    with blames("the chat template", parts, "encode_prompts"):
+        prompts = parts.encode_prompts(tokenizer, questions, cfg)
+>>>>>>> data
     longest = check_prompts(model, prompts, questions, cfg.max_completion_length)
     show(f"a complete prompt: {tokenizer.decode(prompts[0])!r}")
     short = replace(cfg, max_completion_length=8, group_size=2, minibatches=1)
     texts = "?", questions[longest]["question"]  # prompts of different lengths
     two = [questions[0] | {"question": text} for text in texts]
-    rollout = parts.sample(model, tokenizer, two, 1, 0.0, short, parts)
+    with blames("the model or its cache", parts, "encode_prompts", "generate", "sample"):
+        rollout = parts.sample(model, tokenizer, two, 1, 0.0, short, parts)
     check_rollout(rollout, two, 1)
+    if parts.encode_prompts is type(parts)().encode_prompts:
+        check_template(model, tokenizer, rollout)
     rewards, _ = score_rollout(parts.reward, rollout, short)
     advantages = algorithm.advantages(rewards, 2)
     advantages = torch.ones_like(advantages)  # those of equal rewards would leave nothing to try
+<<<<<<< HEAD
     for batch in itertools.chain(*parts.build_minibatches(rollout, advantages, short)):
         log_probs = parts.response_log_probs(model, batch, 1.0)
         gap = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs().max()
@@ -38,6 +53,17 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
                 cause = f"Weights in {coarse.pop()} round too much: load the model in float32"
             raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
                              f"sampling and the full forward pass. {cause}")
+=======
+    minibatches = parts.build_minibatches(rollout, advantages, short)
+    for batch in itertools.chain(*minibatches):
+        with blames("the forward pass of the model", parts, "response_log_probs"):
+            log_probs = parts.response_log_probs(model, batch, 1.0)
+        gaps = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs()
+        if not gaps.max() < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
+            raise ValueError(f"the log-probs of eight sampled tokens differ by {gaps.max():.2g} "
+                             "between sampling and the full forward pass. Its cache, padding or "
+                             "head is unsupported, or transformers is below 5.24")
+>>>>>>> data
         if batch.old_log_probs is None:
             batch.old_log_probs = log_probs.detach()
         arguments = log_probs, batch.old_log_probs, batch.advantages, batch.mask, *cfg.clip_range()
@@ -49,6 +75,40 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
         if not batch.extra and not torch.isclose(loss, 2 * half, rtol=1e-3):
             raise ValueError("the loss must be a sum over responses that is divided by "
                              "`denominator`, but with twice the denominator, it is not half")
+
+
+@contextlib.contextmanager
+def blames(what, parts, *names):
+    """ValueError: an error in this block, unless it may come from a part of yours, by these names.
+
+    Then the model does not fit the default parts. A ValueError explains itself."""
+    try:
+        yield
+    except Exception as error:
+        is_yours = any(getattr(parts, name) is not getattr(type(parts)(), name) for name in names)
+        if is_yours or isinstance(error, (ValueError, torch.OutOfMemoryError)):
+            raise
+        raise ValueError(f"{what} is unsupported and raised {error!r:.300}") from None
+
+
+def check_template(model, tokenizer, rollout):
+    """A note if the token that ends a turn in the chat template does not end a response.
+
+    ValueError: the prompts of two questions are equal."""
+    first, last = (row["question"] for row in rollout.questions)
+    if rollout.prompts[0] == rollout.prompts[1] and first != last:
+        raise ValueError("the chat template drops the text of the question")
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "42"}]
+    try:
+        end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("42")[2].lstrip()
+    except Exception:  # the template is only used for prompts
+        return
+    end_ids = end_tokens(model, tokenizer).tolist()
+    for i in tokenizer(end, add_special_tokens=False).input_ids[:1]:
+        if i in tokenizer.added_tokens_decoder and i not in end_ids:
+            tqdm.write(f"note: the chat template ends a turn with {tokenizer.decode(i)!r}, which "
+                       f"does not end a response. Add {i} to eos_token_id in the file "
+                       "generation_config.json of the model")
 
 
 def check_prompts(model, prompts, questions, max_completion_length):

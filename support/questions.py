@@ -4,15 +4,18 @@ import io
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pyarrow.parquet
-from datasets import load_dataset
+from datasets import load_dataset, load_from_disk
 from tqdm.auto import tqdm
 
 from support.rewards import correctness_reward, gold_answer
 
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
+PARTS = {"train": "train", "training": "train", "test": "test", "validation": "validation",
+         "valid": "validation", "val": "validation", "dev": "validation"}
 
 
 # ---- data sets -----------------------------------------------------------------------------------
@@ -25,24 +28,23 @@ def load_questions(cfg, reward=None):
     questions of the training part. ValueError: there is no training part, or a row has no question,
     or no answer that the default reward can use (with another reward, answers may be anything)."""
     splits = load_splits(cfg.dataset)
+    is_graded = reward not in (None, correctness_reward)
     if not splits.get("train"):
         counts = {name: len(rows) for name, rows in splits.items()}
         raise ValueError(f"there is no train part with rows; the rows of each part: {counts}")
     questions = splits.pop("train")
-    held_out = splits.pop("test" if "test" in splits else "validation", None)
+    name = "test" if "test" in splits else "validation"
+    held_out = splits.pop(name, None)
+    check_rows(questions, "train", is_graded)
+    check_rows(held_out or [], name, is_graded)
     if held_out is None:
         n = len(questions) - min(cfg.eval_size, len(questions) // 5)
         held_out = questions[n:]
         questions = questions[:n]
+    elif not held_out:
+        tqdm.write(f"note: the {name} part has no rows, so nothing is evaluated")
     if splits:
         tqdm.write(f"note: these parts of the data are not used: {', '.join(splits)}")
-    check_columns(questions)
-    check_columns(held_out)
-    for i, row in enumerate(questions + held_out, 1):
-        is_graded = reward not in (None, correctness_reward) or gold_answer(row.get("answer"))
-        if not is_graded or not isinstance(row.get("question"), str) or not row["question"]:
-            raise ValueError(f"row {i} needs a question, which is a text, and, unless you pass your"
-                             f" own reward, an answer like '42' or '... #### 42'; it is {row}")
     seen = {tuple(row["question"].split()) for row in questions}  # white space does not count
     unseen = [row for row in held_out if tuple(row["question"].split()) not in seen]
     if len(unseen) < len(held_out):
@@ -51,11 +53,24 @@ def load_questions(cfg, reward=None):
     return questions, unseen[:cfg.eval_size]
 
 
-def check_columns(rows):
+def check_rows(rows, part, is_graded):
+    """ValueError: a row has no question, or (unless a reward of your own grades it) no answer that
+    the default reward can use, or not the columns of the others."""
+    check_columns(rows, part)
+    for i, row in enumerate(rows, 1):
+        is_text = isinstance(row.get("question"), str) and row["question"]
+        if not is_text or not (is_graded or gold_answer(row.get("answer"))):
+            raise ValueError(f"{part}: row {i} needs a question, which is a text, and, unless you "
+                             "pass your own reward, an answer like '42' or '... #### 42'; it is "
+                             f"{row}")
+
+
+def check_columns(rows, part="train"):
     """ValueError: these rows, which are dicts, do not all have the same columns."""
     for i, row in enumerate(rows, 1):
         if row.keys() != rows[0].keys():
-            raise ValueError(f"row {i} has other columns than row 1: {list(row)}, {list(rows[0])}")
+            raise ValueError(f"{part}: row {i} has other columns than row 1: {list(row)}, "
+                             f"{list(rows[0])}")
 
 
 def load_splits(dataset):
@@ -63,49 +78,102 @@ def load_splits(dataset):
     path = Path(dataset)
     if dataset and path.is_file():
         return {"train": read_rows(path)}
-    if dataset and path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
-        if len({file.stem for file in files}) < len(files):
-            raise ValueError(f"two of these files are one part: {[file.name for file in files]}")
-        if files:
-            return {file.stem: read_rows(file) for file in files}
-    if path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
-        raise ValueError("there is no such file")
-    splits = load_dataset(dataset, "main" if dataset == "openai/gsm8k" else None)
+    if (path / "state.json").exists() and dataset:  # save_to_disk has written this folder
+        return {"train": list(load_from_disk(dataset))}
+    if (path / "dataset_dict.json").exists() and dataset:
+        splits = load_from_disk(dataset)
+    else:
+        if dataset and path.is_dir() and (files := part_files(path)):
+            return {name: read_part(shards) for name, shards in files.items()}
+        if path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
+            raise ValueError("there is no such file")
+        splits = load_dataset(dataset, "main" if dataset == "openai/gsm8k" else None)
     return {name: list(rows) for name, rows in splits.items()}
+
+
+def part_files(folder):
+    """{"train": [file, ...], ...}: the data files of this folder, by the words in their names."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        parts = {PARTS[word] for word in re.split("[^a-z]+", file.stem.lower()) if word in PARTS}
+        if file.suffix.lower() in ENDINGS and not file.name.startswith("."):
+            files.setdefault(parts.pop() if len(parts) == 1 else None, []).append(file)
+    others = [file.name for file in files.pop(None, [])]
+    if others and not files:
+        raise ValueError(f"none of these files has the name of a part, such as train.csv: {others}")
+    if others:
+        tqdm.write(f"note: these files are not used: {', '.join(others)}")
+    folders = {file.parent.name for file in folder.glob("*/*") if file.suffix.lower() in ENDINGS}
+    if not files and len(folders - PARTS.keys()) > 1:
+        raise ValueError(f"it holds several data sets. Add one of these folders: {sorted(folders)}")
+    return files
+
+
+def read_part(files):
+    """The rows of one file, or of train-00000-of-00002.parquet and all others of this part."""
+    counts = {int((re.search(r"-of-(\d+)$", file.stem) or (0, 1))[1]) for file in files}
+    if counts != {len(files)}:
+        raise ValueError("a part is one file, or all files such as train-00000-of-00002.parquet, "
+                         f"and not {[file.name for file in files]}")
+    return list(itertools.chain.from_iterable(map(read_rows, files)))
 
 
 def read_rows(path):
     """The rows of this file, as dicts. No value is converted: in a .csv file, all values are texts.
-    ValueError: the ending is another one, the file is not in UTF-8, a row is not a dict, or a .csv
-    file has a row with more or fewer cells than its header."""
+    ValueError: the file cannot be read, or its rows are not dicts with one value per column."""
     kind = path.suffix.lower()
     if kind not in ENDINGS:
         raise ValueError(f"a dataset file must end in {', '.join(ENDINGS)}")
-    if kind == ".parquet":
-        return pyarrow.parquet.read_table(path).to_pylist()
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        data = path.read_bytes()
+        if data.startswith(b"version https://git-lfs"):
+            raise ValueError("it is only a pointer to the data. Run git lfs pull")
+        if kind == ".parquet":
+            unique_columns([(name, None) for name in pyarrow.parquet.read_schema(path).names])
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        else:
+            rows = text_rows(data, kind)
+        for i, row in enumerate(rows, 1):
+            is_short = kind == ".csv" and None in row.values()
+            if not isinstance(row, dict) or None in row or is_short:
+                raise ValueError(f"row {i} does not have the form of the others: {row!r:.100}")
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    return rows
+
+
+def text_rows(data, kind):
+    """The rows of a .csv file, of one JSON list, or of lines of JSON."""
+    try:
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError("it is not in UTF-8. Save it as 'CSV UTF-8' or as UTF-8 text") from None
-    rows = []
     if kind == ".csv":
         if ";" in text.partition("\n")[0]:
             raise ValueError("its columns are separated by semicolons. Save it with commas")
-        rows = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
-    elif text.startswith("["):  # a .json file may be one list
-        rows = json.loads(text)
-    else:
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        for i, line in lines:
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"line {i} is not JSON ({error})") from None
-    for i, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or None in row or (kind == ".csv" and None in row.values()):
-            raise ValueError(f"row {i} does not have the form of the others: {row!r:.100}")
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        unique_columns([(name, None) for name in reader.fieldnames or []])
+        return list(reader)
+    if text.lstrip().startswith("["):  # a .json file may be one list
+        return json.loads(text, object_pairs_hook=unique_columns)
+    rows = []
+    for i, line in enumerate(text.split("\n"), 1):
+        try:
+            if line.strip():
+                rows.append(json.loads(line, object_pairs_hook=unique_columns))
+        except ValueError as error:
+            reason = getattr(error, "msg", error)
+            raise ValueError(f"line {i}: {reason}. Each row must be a JSON object on one line"
+                             ) from None
     return rows
+
+
+def unique_columns(pairs):
+    """A dict of these pairs. ValueError: two of them have one name."""
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
+        raise ValueError(f"two columns have one name: {[name for name, _ in pairs]}")
+    return columns
 
 
 def unused_questions(questions, cfg, steps):

@@ -67,6 +67,10 @@ def score(reward, questions, texts, **more):
     are copies, which it may change. RewardError: it raised an exception, or did not return one
     finite number per text."""
     name = getattr(reward, "__qualname__", type(reward).__name__)
+    taken = questions[0].keys() & {"prompts", "completions", *more}
+    if taken:
+        raise RewardError(f"rename the columns {sorted(taken)} of the data: each reward function "
+                          "gets other values by these names")
     columns = {column: [copy.deepcopy(row[column]) for row in questions] for column in questions[0]}
     try:
         returned = reward(prompts=[row["question"] for row in questions], completions=list(texts),

@@ -250,7 +250,7 @@ def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(tmp_pat
     assert found == (sums(6), [{"question": "new?", "answer": "1"}])
     shown = capsys.readouterr().out
     assert "2 held-out questions are left out" in shown
-    assert "these parts of the data are not used: dev" in shown
+    assert "these parts of the data are not used: validation" in shown
 
 
 # ---- folders of models ---------------------------------------------------------------------------
