@@ -1,9 +1,6 @@
 """The trial of train_math.py: a model and the parts of a step, before the long work begins."""
-<<<<<<< HEAD
-=======
 import contextlib
 import copy
->>>>>>> data
 import itertools
 from dataclasses import replace
 
@@ -22,13 +19,9 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     algorithm = algorithms[cfg.algorithm]
     model.eval()
     check_trainable(model)
-<<<<<<< HEAD
-    prompts = parts.encode_prompts(tokenizer, questions, cfg)
-=======
     questions = copy.deepcopy(questions)
     with blames("the chat template", parts, "encode_prompts"):
         prompts = parts.encode_prompts(tokenizer, questions, cfg)
->>>>>>> data
     longest = check_prompts(model, prompts, questions, cfg.max_completion_length)
     show(f"a complete prompt: {tokenizer.decode(prompts[0])!r}")
     short = replace(cfg, max_completion_length=8, group_size=2, minibatches=1)
@@ -42,9 +35,9 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     rewards, _ = score_rollout(parts.reward, rollout, short)
     advantages = algorithm.advantages(rewards, 2)
     advantages = torch.ones_like(advantages)  # those of equal rewards would leave nothing to try
-<<<<<<< HEAD
     for batch in itertools.chain(*parts.build_minibatches(rollout, advantages, short)):
-        log_probs = parts.response_log_probs(model, batch, 1.0)
+        with blames("the forward pass of the model", parts, "response_log_probs"):
+            log_probs = parts.response_log_probs(model, batch, 1.0)
         gap = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs().max()
         if not gap < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
             cause = "Its cache, padding or head is unsupported, or transformers is below 5.24"
@@ -53,17 +46,6 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
                 cause = f"Weights in {coarse.pop()} round too much: load the model in float32"
             raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
                              f"sampling and the full forward pass. {cause}")
-=======
-    minibatches = parts.build_minibatches(rollout, advantages, short)
-    for batch in itertools.chain(*minibatches):
-        with blames("the forward pass of the model", parts, "response_log_probs"):
-            log_probs = parts.response_log_probs(model, batch, 1.0)
-        gaps = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs()
-        if not gaps.max() < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
-            raise ValueError(f"the log-probs of eight sampled tokens differ by {gaps.max():.2g} "
-                             "between sampling and the full forward pass. Its cache, padding or "
-                             "head is unsupported, or transformers is below 5.24")
->>>>>>> data
         if batch.old_log_probs is None:
             batch.old_log_probs = log_probs.detach()
         arguments = log_probs, batch.old_log_probs, batch.advantages, batch.mask, *cfg.clip_range()
@@ -106,9 +88,9 @@ def check_template(model, tokenizer, rollout):
     end_ids = end_tokens(model, tokenizer).tolist()
     for i in tokenizer(end, add_special_tokens=False).input_ids[:1]:
         if i in tokenizer.added_tokens_decoder and i not in end_ids:
-            tqdm.write(f"note: the chat template ends a turn with {tokenizer.decode(i)!r}, which "
-                       f"does not end a response. Add {i} to eos_token_id in the file "
-                       "generation_config.json of the model")
+            show(f"note: the chat template ends a turn with {tokenizer.decode(i)!r}, which "
+                 f"does not end a response. Add {i} to eos_token_id in the file "
+                 "generation_config.json of the model")
 
 
 def check_prompts(model, prompts, questions, max_completion_length):
