@@ -343,9 +343,9 @@ class TestWhatIsKept:
         train(fresh, max_steps=3, minibatches=1, make_optimizer=lambda model: optimizer)
         assert rates == [pytest.approx([rate] * 2) for rate in (1e-3, 0.55e-3, 1e-4)]
 
-    @pytest.mark.parametrize("name", ["cut", "completion_ids", "completions"])
+    @pytest.mark.parametrize("name", ["cut", "completion_ids", "completions", "step"])
     def test_a_column_with_the_name_of_an_argument_is_named(self, fresh, name):
-        with pytest.raises(RewardError, match=f"multiple values.*'{name}'"):
+        with pytest.raises(RewardError, match=f"rename the columns .*'{name}'"):
             train(fresh, [row | {name: 1} for row in sums(4)])
 
 
