@@ -6,6 +6,12 @@ import traceback
 
 import torch
 
+TAKEN = {  # the other names in the rows of a log, in evaluations after "eval_"
+    "step", "settings", "notes", "reward", "reward_interval", "last_number", "last_number_interval",
+    "questions", "results", "response_length", "cut", "equal_reward_groups", "entropy",
+    "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_mean",
+    "log_ratio_std", "seconds", "seconds_rollout"}
+
 # An answer is what matches PLACE. Everything that this grammar does not name makes it no answer.
 THOUGHT = r"(?i:(?:\w+:)?(?:think(?:ing)?|thought|reasoning)[>\]])"
 CURRENCY = r"(?:US)?[$€£¥₹¢]|\b(?:USD|EUR|GBP|CAD|AUD|INR|CNY|RMB)\b"
@@ -48,12 +54,6 @@ PLACE = re.compile(rf"""
     """, re.VERBOSE | re.IGNORECASE)
 LAST = re.compile(rf"(?P<sign>-?) ?(?:{CURRENCY})? ?"
                   r"(?P<whole>[0-9](?:[_,]?[0-9])*)(?P<decimals>\.[0-9]+)?")
-
-TAKEN = {  # the other names in the rows of a log, in evaluations after "eval_"
-    "step", "settings", "notes", "reward", "reward_interval", "last_number", "last_number_interval",
-    "questions", "results", "response_length", "cut", "equal_reward_groups", "entropy",
-    "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_mean",
-    "log_ratio_std", "seconds", "seconds_rollout"}
 
 
 class RewardError(ValueError):
