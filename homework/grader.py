@@ -10,7 +10,7 @@ correct therefore ranks above a file with a mistake in its maths. The grade is t
 parts. A part that runs all other parts together counts only if all of these are correct, because
 any of their mistakes would cost points there again.
 
-The class grader (homework/teach.py) reads the results from the file that GRADE_LOG names. If a test
+The class grader (homework/grade.py) reads the results from the file that GRADE_LOG names. If a test
 ends the process, the class grader starts the tests again. This grader then reads the earlier
 results in that file, and runs no more tests of the part that ended the process.
 """
