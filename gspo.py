@@ -16,13 +16,12 @@ tokens, including the end token, and 0 elsewhere. Equation numbers are those of 
 
 Whoever pastes these functions can rely on this:
   - They compute in float32 or higher. (bfloat16 cannot even represent 1 + 3e-4.)
-  - Padding may hold any value, also NaN: values and gradients stay the same. Only token_log_probs,
-    which has no mask, needs finite logits there.
+  - Padding may hold any value, also NaN, and any id. (token_log_probs needs finite logits there.)
+  - Log-probs below -1e6, such as -inf, count as -1e6, and ratios above exp(80) count as exp(80).
   - `old_log_probs` never gets a gradient. A response without tokens has loss 0 and gradient 0.
   - A loss is a sum over responses divided by `denominator` (default: B). Micro-batches, gradient
     accumulation and data parallelism are exact if every call gets the same denominator: the number
-    of responses in the whole optimizer step, divided by the number of ranks if gradients are
-    averaged over ranks.
+    of responses in the optimizer step, divided by the number of ranks if gradients are averaged.
   - What does not fit raises a ValueError. (Values of a mask on a GPU are not checked, because this
     would make the CPU wait. There, every value other than 1 counts as padding.)
 """
@@ -60,13 +59,14 @@ def token_log_probs(logits, tokens, temperature=1.0):
 
     logits (B, T, V), integer tokens (B, T) -> (B, T), in float32 if the logits are in half
     precision. logits[:, t] must be those that predict tokens[:, t], so shift the model's output by
-    one position first. `temperature` is the sampling temperature. ValueError: logits and tokens
-    that differ in (B, T), or a temperature that is not above 0."""
+    one position first. `temperature` is the sampling temperature. An id outside the vocabulary,
+    such as -100, gives NaN. ValueError: other shapes, or a temperature that is not above 0."""
     _require(logits.dim() == 3 and logits.shape[:2] == tokens.shape, logits=logits, tokens=tokens)
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, but it is {temperature}")
-    log_probs = torch.log_softmax(_float(logits) / temperature, dim=-1)
-    return log_probs.gather(-1, tokens[..., None]).squeeze(-1)
+    known = tokens.clamp(0, logits.size(-1) - 1)
+    log_probs = torch.log_softmax(_float(logits) / temperature, dim=-1).gather(-1, known[..., None])
+    return log_probs.squeeze(-1).masked_fill(known != tokens, torch.nan)
 
 
 def sequence_ratio(log_probs, old_log_probs, mask):
@@ -212,12 +212,12 @@ def _log_ratio(log_probs, old_log_probs, mask):
     r"""log(\pi_\theta / \pi_{old}) of each token, (B, T); 0 on padding, no gradient to the old."""
     match = mask.dim() == 2 and log_probs.shape == old_log_probs.shape == mask.shape
     _require(match, log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
-    return (_float(log_probs) - _float(old_log_probs.detach())).masked_fill(~mask, 0)
+    new, old = (_float(x).clamp(min=-1e6) for x in (log_probs, old_log_probs.detach()))
+    return (new - old).masked_fill(~mask, 0)
 
 
 def _exp(log_ratio):
-    """exp(log_ratio), but at most exp(80): where the clip is active, the gradient of 0 would become
-    NaN at an infinite ratio. A clamp would remove the gradient where the clip is not active."""
+    """exp, at most exp(80), because 0 times infinity is NaN. A clamp would remove the gradient."""
     return (log_ratio - (log_ratio.detach() - 80).clamp(min=0)).exp()
 
 

@@ -134,6 +134,7 @@ def row(stage, length):
 
 
 def main():
+    torch.set_num_threads(1)  # on tensors this small, several threads mostly wait for each other
     print(__doc__.partition("\n\n")[2])
     before, rows = [], []
     for stage in (reinforce, baseline, group, ratio, root, clip):

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,10 @@ import torch
 from filelock import FileLock
 from transformers.utils import logging
 
-import train_math
+try:
+    import train_math
+except ModuleNotFoundError:
+    sys.exit("start this program in the top folder of the project with: python -m lesson.tiny")
 from tools.logs import read
 from tools.plot import draw
 from tools.warm_up import supervise, tiny_model, tiny_tokenizer
@@ -39,6 +43,17 @@ MONTHS = "abcdefghijklmnopqrstuvwxyz"  # a: one month to go, b: two, ...
 CHARACTERS = "\n #+,.:=?0123456789RI" + MONTHS
 LEAST, MOST = 10, 16  # months that a question asks for
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # 0: greedy
+TASK = """\
+The task: how many rabbits are there after some months, if each month has as many as the two months
+before it together? Only last digits count. A short example, in which c stands for three months:
+  question   {question}
+  reasoning  {reasoning}
+  answer     {answer}
+The questions of this run ask for 10 to 16 months, and {questions} of them are held out."""
+GREEDY = """\
+This is greedy decoding, which takes the most probable token each time. Its accuracy often runs
+ahead of the reward of sampled responses, because a token need only be a little more probable than
+others. In the last step, the reward of the sampled responses was {reward:.1%}."""
 
 
 # ---- questions and worked answers ----------------------------------------------------------------
@@ -145,6 +160,35 @@ def world(seed, root="runs"):
     return folder
 
 
+def introduce(start):
+    """Prints the task, and the accuracy of the model before RL, which start.json has."""
+    row = rabbits((3, 7), 3)
+    reasoning, answer = row["worked"].split("\n")
+    print(TASK.format(question=row["question"], reasoning=reasoning, answer=answer,
+                      questions=len(questions()[1])))
+    accuracies = ", ".join(f"{value:.1%} at {t}" for t, value in start.items())
+    print(f"held-out accuracy before RL, by sampling temperature (0.0 is greedy): {accuracies}\n")
+
+
+def summarise(folder):
+    """Prints the accuracy before and after the run in this folder, and one question as an
+    example, if possible one whose answer was wrong before."""
+    rows = read(folder / "metrics.jsonl")
+    last = max(row["step"] for row in rows if "eval_reward" in row)
+    before, after = (read(folder / f"eval_{step}.jsonl") for step in (0, last))
+    accuracies = [sum(row["reward"] for row in found) / len(found) for found in (before, after)]
+    print("\ngreedy accuracy on {} held-out questions: {:.1%} before, {:.1%} after".format(
+        len(before), *accuracies))
+    pairs = list(zip(before, after))
+    pair = max(pairs, key=lambda pair: pair[1]["reward"] - pair[0]["reward"])
+    print(f"  {pair[0]['question']}  (correct: {pair[0]['gold']})")
+    for name, row in zip(("before", "after"), pair):
+        print(f"  {name + ':':7} {' '.join(row['response'].split())}")
+    if "reward" in rows[-1]:
+        print(GREEDY.format(reward=rows[-1]["reward"]))
+    return "{:.0%} to {:.0%}".format(*accuracies)
+
+
 def main(argv=None):
     epilog = ("All flags that train_math.py --help shows are accepted, too. Their defaults here: "
               f"{' '.join(FLAGS)}")
@@ -156,17 +200,19 @@ def main(argv=None):
     logging.disable_progress_bar()  # those of loading and saving, which take no time here
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     folder = world(args.world)
-    start = json.loads((folder / "start.json").read_text())
-    accuracies = ", ".join(f"{value:.1%} at {t}" for t, value in start.items())
-    print(f"held-out accuracy before RL, by sampling temperature (0.0 is greedy): {accuracies}")
+    introduce(json.loads((folder / "start.json").read_text()))
     train_math.main([
         *FLAGS, *RANGES.get(cfg.algorithm, []), "--model", str(folder / "model"), "--dataset",
         str(folder / "questions"), "--instruction", "", *flags])
-    picture = Path(cfg.output_dir, "metrics.png")
-    draw({cfg.algorithm: read(Path(cfg.output_dir, "metrics.jsonl"))}, picture,
-         title=f"the run in {cfg.output_dir}: {cfg.algorithm}, world {args.world}")
+    output = Path(cfg.output_dir)
+    result = summarise(output) if cfg.eval_size > 0 else "no evaluation"
+    picture = output / "metrics.png"
+    draw({cfg.algorithm: read(output / "metrics.jsonl")}, picture,
+         title=f"{cfg.algorithm.upper()}, world {args.world}: held-out accuracy {result}")
     if picture.exists():
         print(f"a picture of the run: {picture}")
+    print("next, the same run without the clip: "
+          "python -m lesson.tiny --eps_low 1 --eps_high 1e9 --output_dir runs/no_clip")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,49 @@ import traceback
 
 import torch
 
+# An answer is what matches PLACE. Everything that this grammar does not name makes it no answer.
+THOUGHT = r"(?i:(?:\w+:)?(?:think(?:ing)?|thought|reasoning)[>\]])"
+CURRENCY = r"(?:US)?[$€£¥₹¢]|\b(?:USD|EUR|GBP|CAD|AUD|INR|CNY|RMB)\b"
+HEADING = (rf"(?m)^[ \t]*#{{4,}}[ \t*_]*+(?!{CURRENCY})"
+           r"(?:[^\W\d_]|\(?[0-9.]*[0-9][.):]+[*_]*+[ \t]+[*_]*+\w)")  # '#### 2. Check'
+MARK = r"\\boxed\s*{|#{4,}"
+BRACES = r"(?:[^{}\\]|\\.|{(?:[^{}\\]|\\.|{(?:[^{}\\]|\\.)*+})*+})*+"  # balanced, in three levels
+FONT = (r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|normal)?|[mhf]box|boxed|emph|underline|boldsymbol|"
+        r"displaystyle|left|right|bf|rm|q?quad)(?![A-Za-z])")
+LATEX = {  # a pattern: what it means
+    r"\\(?:text|mathrm)\s*\{[\s~]*[mglLsh]\}": " cm",  # in \text, m is a unit and no variable
+    r"\^\s*\{?\s*(?:\\circ|°)\s*\}?|\\(?:text)?degree(?![A-Za-z])": "°",
+    r"(?<=[A-Za-z]{2})\}?\^\{?2\}?": "²",
+    r"(?<=[A-Za-z]{2})\}?\^\{?3\}?": "³",
+    r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))": ",",
+    rf"{FONT}|\\[,;:! ()[\]]|[{{}}~]": " ",
+    r"(?<![\w*])[*_]++([^\s*_][^*_]*+)[*_]++(?!\w)": r" \1 ",  # **18** eggs
+    r"(?<![0-9.])\.(?=[0-9])": "0."}
+NUMBER = r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})++|[0-9]++)(?P<decimals>\.[0-9]++)?"
+# A word has at least three letters or is one of these, and it is none of those that are barred:
+# numbers, fractions, multipliers, operators, products such as xyz, and months.
+SHORT = ("km/h|m/s|cm|mm|km|ft|in|yd|mi|kg|mg|lb|oz|ml|cl|dl|hr|ms|kw|mb|gb|tb|sq|qt|pt|ha|m[²³]|"
+         r"is|of|so|at|it|he|by|as|on|we|my|be|do|an|up|no|us|[元円个個人]|[ai](?=\s[a-z]{2})")
+BARRED = (r"or|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|once|twice|"
+          r"(?:thir|four|for|fif|six|seven|eigh|nine|twen)t(?:een|y)|hal(?:f|ves)|quarters?|thirds?|"
+          r"(?:four|fif|six|seven|eigh|nin|ten|twelf|hundred|thousand|million)ths?|hundreds?|"
+          r"thousands?|[a-z]*ill(?:ion|iard|ón|ione)(?:s|en|es)?|dozens?|lakhs?|crores?|grand|score|"
+          r"myriad|mil|mille|tausend|hundert|mio|mrd|tsd|plus|minus|squared|cubed|modulo|mod|factorial|"
+          r"base|binary|hexadecimal|octal|log|exp|sin|cos|tan|sqrt|infinity|[abcxyz]+|"
+          r"january|february|march|april|may|june|july|august|september|october|november|december")
+WORD = (rf"(?!(?:{BARRED})(?![^\W_]))(?:{SHORT}|[^\W\d_十百千万萬亿億兆]{{3,}}+)"
+        r"(?:['’]\w?)?[²³]?(?![\w^])")
+PLACE = re.compile(rf"""
+    (?:{CURRENCY}|[\s(\[+])*+ (?P<sign>-?) (?:{CURRENCY}|\s)*+ {NUMBER}
+    (?:{CURRENCY}|°\s*[CFK]\b|[%°)\]\s])*+
+    (?: =[\s(0-9.]*[0-9)]\s*[-+*/×÷][-+*/×÷().=\s0-9]*  # 18 = 9 * 2
+      | (?:[\s.,;:(\[]*+|/(?=hour|day|week|month|year)) {WORD}  # 18 eggs, I think
+        (?:[-/]{WORD}|[\s.,;:!?()\[\]"%]*+{WORD})*+!*
+    )? [\s.,;:?)\]]*
+    """, re.VERBOSE | re.IGNORECASE)
+LAST = re.compile(rf"(?P<sign>-?) ?(?:{CURRENCY})? ?"
+                  r"(?P<whole>[0-9](?:[_,]?[0-9])*)(?P<decimals>\.[0-9]+)?")
+
 
 class RewardError(ValueError):
     """The reward function raised an exception, or returned something that is not a reward."""
@@ -64,36 +107,58 @@ def extract_answer(completion, strict=True):
     r"""The answer of a completion, as a canonical number such as '-1234.5', or None.
 
     completion: a text, or a list of chat messages, as TRL passes them. strict: the number after the
-    last '####' or in the last '\boxed{}', whichever comes last; otherwise the last number. Commas,
-    $, %, **, \text{}, a final period, a leading + or 0, and decimals as in 18.0 make no
-    difference."""
+    last '####' or in the last '\boxed{}', whichever comes last; otherwise the last number. Only
+    words, %, ° and brackets may follow it, or '=' with a calculation. LaTeX fonts and spaces,
+    currencies, commas, **, a leading + or 0, and decimals as in 18.0 make no difference. There is
+    no answer in a thought, such as '<think>...', that does not end."""
     if isinstance(completion, list):
         completion = completion[-1]["content"]
-    text = str(completion)
-    number = r"(-?)([0-9]+)(\.[0-9]+)?"
-    if strict:
-        _, *marked = re.split(r"#{4,}|\\boxed *{", text)
-        if not marked:
-            return None
-        text = marked[-1]
-        # What must not follow: 18:30, 18/2, 1e-5, 2\pi, 5 + 3, 42 000, 7!}
-        more = (r"[.,:/^]?[0-9]|[eE][-+]?[0-9]|\s*\\(?!%|text|[, ][^0-9])"
-                r"|[ \t]*+[-+/^]?[ \t]*+[0-9]|![ \t]*+}")
-        number = rf"\A[ \t+]*(?:\\text[a-z]*{{[ \t+]*)?{number}(?!{more})"
-    text = re.sub(r"\\?\$", "", text).replace("−", "-").replace("*", " ")
-    thousands = r"(?<=[0-9])(,|\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))"
-    text = re.sub(thousands, "", text)                    # 1,234 -> 1234
-    text = re.sub(r"(?<=[0-9])-", " ", text)              # the last number of 20-18 is 18
-    text = re.sub(r"(?<![0-9.])\.(?=[0-9])", "0.", text)  # .5 -> 0.5
-    found = re.findall(number, text)
-    if not found:
+    text = re.split(rf"[<\[]/{THOUGHT}", str(completion))[-1]
+    if re.search(rf"[<\[]{THOUGHT}", text):
         return None
-    sign, whole, decimals = found[-1]
-    value = (whole.lstrip("0") or "0") + decimals.rstrip("0").rstrip(".")
-    return value if value == "0" else sign + value
+    text = re.sub(r"[^\D0-9]", lambda digit: str(int(digit[0])), text)  # fullwidth or Arabic
+    text = re.sub(r"\\([$%])", r"\1", re.sub(r"[−–‒﹣－‐‑]", "-", text))
+    found = PLACE.fullmatch(answer_place(text)) if strict else last_number(text)
+    if not found or "_" in found["whole"]:
+        return None
+    whole = found["whole"].replace(",", "").lstrip("0") or "0"
+    value = whole + (found["decimals"] or "").rstrip("0").rstrip(".")
+    return value if value == "0" else found["sign"] + value
+
+
+def plain(text):
+    """The text without its LaTeX and its Markdown emphasis."""
+    for pattern, meaning in LATEX.items():
+        text = re.sub(pattern, meaning, text)
+    return text
+
+
+def answer_place(text):
+    r"""The content of the last \boxed{}, or the line after the last '####', as plain text."""
+    marks = list(re.finditer(MARK, text := re.sub(HEADING, "", text)))
+    if not marks:
+        return ""
+    text = text[marks[-1].end():]
+    if marks[-1][0].startswith("#"):
+        place = text.partition("\n")[0]
+    else:
+        closed = re.match(rf"(?s){BRACES}(?=}})", text)
+        place = closed[0] if closed else ""
+    return plain(place).strip(" \t*_`$\"")
+
+
+def last_number(text):
+    """The last number of a text, as a match of LAST. A minus sign after a number is an operator."""
+    text = re.sub(r"(?<=[0-9])[\u00a0\u2009\u202f'’，_](?=[0-9])", "_", text)  # 1'234 is not known
+    text = re.sub(r"(?<=[0-9)\]%])[^\S\n]*-", " ", plain(text).replace("*", " "))
+    text = re.sub(r"(?<=[0-9]),(?![0-9]{3}(?![0-9]))|[^\S\n]+", " ", text)  # 1,234 but not 1,2
+    found = list(LAST.finditer(text))
+    return found[-1] if found else None
 
 
 def gold_answer(answer):
     r"""The number in a dataset's answer: '... #### 42', '... \boxed{42}' or 42. Otherwise None."""
-    plain = r"\A\s*+([-−+$]*[0-9,]*+(\.[0-9]+)?%?)\s*\Z"  # *+ does not backtrack: linear time
-    return extract_answer(re.sub(plain, r"#### \1", str(answer)))
+    text = str(answer).strip()
+    if re.fullmatch(rf"(?:{CURRENCY}|[-−–+ ])*+[0-9,]*+(?:\.[0-9]*)?[%€£ ]*", text):
+        text = f"#### {text}"
+    return extract_answer(text)

@@ -4,9 +4,11 @@ The code blocks are read from the pages. A test is skipped if a package that it 
     python -m pytest -m slow tests/test_engines.py
     pip install trl==1.16.0, and for verl see .ci/run     # then nothing is skipped
 """
+import dataclasses
 import inspect
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -269,21 +271,76 @@ def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
         assert p.dtype == torch.float32 and not torch.equal(p.detach().cpu(), before[name])
 
 
-@pytest.mark.parametrize("name", ["beta", "aux_loss_enabled", "_entropy_bonus_enabled",
-                                  "importance_sampling_ratio"])
-def test_our_loss_in_trl_says_what_it_leaves_out(tmp_path, name):
+REFUSED = [
+    {"importance_sampling_level": "token"}, {"loss_type": "dapo"}, {"loss_type": "dr_grpo"},
+    {"loss_type": "luspo"}, {"beta": 0.1}, {"delta": 2.0}, {"off_policy_mask_threshold": 0.5},
+    {"top_entropy_quantile": 0.2}, {"entropy_coef": 0.01}, {"use_adaptive_entropy": True},
+    {"use_liger_kernel": True},
+    {"use_vllm": True, "vllm_importance_sampling_correction": True},
+]
+
+
+@pytest.mark.parametrize("more", REFUSED, ids=str)
+def test_our_trainer_refuses_what_is_not_gspo_before_it_loads_a_model(tmp_path, more):
     pytest.importorskip("trl")
+    trainer = run_block("class GSPOTrainer")["GSPOTrainer"]
+    config = trl_config(tmp_path)
+    for name, value in more.items():
+        assert hasattr(config, name), "TRL has renamed it"
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"GSPO needs {[*more][-1]}="):
+        trainer("no-model", form_reward, config, questions())
+
+
+def test_our_trainer_refuses_an_auxiliary_loss_and_images(tmp_path, monkeypatch):
+    trl = pytest.importorskip("trl")
+    ours = run_block("class GSPOTrainer")["GSPOTrainer"]
     model, tokenizer = tiny()
-    trainer = run_block("class GSPOTrainer")["GSPOTrainer"](
-        model, form_reward, trl_config(tmp_path), questions(), processing_class=tokenizer)
-    inputs = {}
-    if name == "importance_sampling_ratio":
-        inputs[name] = None
-    else:
-        assert not getattr(trainer, name), "TRL has renamed it"
-    setattr(trainer, name, 0.1)
-    with pytest.raises(NotImplementedError, match="no KL"):
-        trainer._compute_loss(trainer.model, inputs)
+    arguments = model, form_reward, trl_config(tmp_path), questions()
+    trainer = ours(*arguments, processing_class=tokenizer)
+    with pytest.raises(NotImplementedError, match="not text"):
+        trainer._compute_loss(model, {"pixel_values": None})
+
+    def set_up(self, *names, **more):
+        self.aux_loss_enabled = True
+
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", set_up)
+    with pytest.raises(ValueError, match="router_aux_loss_coef=0"):
+        ours(*arguments, processing_class=tokenizer)
+
+
+def test_our_trainer_knows_every_setting_that_trls_loss_reads():
+    trl = pytest.importorskip("trl")
+    checked = run_block("class GSPOTrainer")["IS_GSPO"].keys()
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    settings = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    read = settings.intersection(re.findall(r"self\.(?:args\.)?(\w+)", source))
+    unused = {name for name in read if name.startswith(("sapo_", "vespo_", "entropy_"))}
+    of_other_losses = {"max_completion_length", "use_bias_correction_kl"}
+    followed = {"epsilon_high", "steps_per_generation"}
+    checked_elsewhere = {"use_vllm", "vllm_importance_sampling_correction", "router_aux_loss_coef"}
+    known = unused | of_other_losses | followed | checked_elsewhere | checked
+    assert read - known == set()
+
+
+def test_accelerate_divides_by_the_micro_batches_once_more():
+    """Rule 1 of the page: with denominator / micro-batches, the gradient is that of one batch."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
+    gradients = []
+    for micro_batches, denominator in ((1, 8), (4, 8 / 4), (4, 8)):
+        model = accelerator.prepare(language_model())
+        for rows in torch.arange(8).chunk(micro_batches):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, rows, denominator)
+                if micro_batches == 1:
+                    loss.backward()
+                else:
+                    accelerator.backward(loss)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    one, right, wrong = gradients
+    torch.testing.assert_close(right, one)
+    torch.testing.assert_close(4 * wrong, one)
 
 
 def train_on_given_completions(output):

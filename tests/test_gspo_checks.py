@@ -68,14 +68,33 @@ def test_what_is_unusual_but_allowed(loss):
 
 
 @LOSSES
-@pytest.mark.parametrize("moved", [60.0, 95.0, 1e4])
-def test_where_the_clip_is_active_the_gradient_is_0_although_the_ratio_overflows(loss, moved):
+@pytest.mark.parametrize("old", [-60.0, -95.0, -1e4, -1e9, -3e38, -torch.inf])
+def test_where_the_clip_is_active_the_gradient_is_0_although_the_ratio_overflows(loss, old):
     """exp(88.8) is infinite in float32. With A < 0, the clip is not active."""
-    old = torch.zeros(2, 3)
-    new = torch.full((2, 3), moved, requires_grad=True)
+    old = torch.full((2, 3), old)
+    new = torch.zeros((2, 3), requires_grad=True)
     loss(new, old, torch.tensor([1.0, -1.0]), torch.ones(2, 3)).backward()
     assert new.grad[0].tolist() == [0, 0, 0]
     assert new.grad[1].isfinite().all() and (new.grad[1] > 1e20).all()
+
+
+@LOSSES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_no_log_prob_in_any_precision(loss, dtype):
+    """The token has A = 1 and then A = -1. If neither policy can sample it, its ratio is 1."""
+    inf, nan = torch.inf, torch.nan
+    for new, old, same in ((-inf, -1, 0), (-inf, -inf, 1), (nan, -1, None), (-1, nan, None)):
+        log_probs = torch.full((2, 3), -1.0, dtype=dtype)
+        old_log_probs = log_probs.clone()
+        log_probs[:, 1] = new
+        old_log_probs[:, 1] = old
+        log_probs.requires_grad_()
+        value = loss(log_probs, old_log_probs, torch.tensor([1.0, -2.0]), torch.ones(2, 3))
+        value.backward()
+        assert value.isnan() == (same is None)
+        if same is not None:
+            assert log_probs.grad.isfinite().all() and (log_probs.grad[:, 1] == 0).all()
+            assert not same or value == 0.5
 
 
 def test_equal_rewards_give_exactly_0_even_without_std_eps():
@@ -108,3 +127,17 @@ def test_the_loop_on_the_page_makes_the_updates_of_gspo():
     optimizer.step = lambda: steps.append(1)
     names["update"](model, optimizer, ids, mask, rewards, 4)
     assert len(steps) == 4
+
+
+def test_an_id_outside_the_vocabulary_has_no_log_prob():
+    """Padding often has the id -100 or -1. The mask hides its NaN, but not that of a wrong id."""
+    logits = torch.zeros(1, 6, 4, requires_grad=True)
+    tokens = torch.tensor([[0, 3, -100, -1, 4, 2 ** 40]])
+    log_probs = gspo.token_log_probs(logits, tokens)
+    assert log_probs[:, 2:].isnan().all()
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
+    loss = gspo.gspo_loss(log_probs, log_probs.detach(), torch.tensor([1.0]), mask)
+    loss.backward()
+    assert loss == -1
+    assert logits.grad[:, :2].abs().sum() > 0
+    assert (logits.grad[:, 2:] == 0).all()

@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.logs import read
 
 PANELS = {  # metric: (title, label of the vertical axis)
-    "reward": ("reward (line: sampled), and\neval_reward (squares: held-out, 95% CI)",
+    "reward": ("reward (line): sampled\neval_reward (squares): held-out,\ngreedy, 95% CI",
                "mean reward"),
     "response_length": ("response_length\nof the sampled responses", "tokens"),
     "clip_fraction": ("clip_fraction: what clipping\nremoves from the gradient",
