@@ -14,7 +14,6 @@ import train_math
 from gspo import _log_ratio, _loss, _token_mean, sequence_ratio
 from lesson import tiny
 from tools.warm_up import supervise
-from train_math import correctness_reward
 
 # ---- tasks: questions, and the supervised training of a model before RL --------------------------
 
@@ -58,10 +57,14 @@ def world_questions(seed, n):
 
 
 def task_reward(prompts, completions, answer, **columns):
-    """The reward of train_math.py, except that "7e3" is not 7,000: the e is the label of the next
-    step, as the c in "c3+7=0"."""
-    texts = [re.sub("[eE]", "_", text) for text in completions]
-    return correctness_reward(prompts, texts, answer)
+    """1 if the digits after the last "####" are those of the answer. Unlike in the reward of
+    train_math.py, the label of a next step may follow them, as the c in "7c3+7=0"."""
+    rewards = []
+    for text, gold in zip(completions, answer):
+        _, mark, rest = text.rpartition("####")
+        found = re.match(r"[ +]*0*([0-9]+)(?![.,:/^]?[0-9]| *[-+/^]? *[0-9])", rest)
+        rewards.append(float(bool(mark and found) and f"#### {found[1]}" == gold))
+    return rewards
 
 
 def sampled_reward(model, tokenizer, probe, max_completion_length):
