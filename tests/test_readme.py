@@ -35,12 +35,27 @@ def is_missing(module, code):
     return not is_installed and re.search(rf"(import|from) .*\b{module}\b", code)
 
 
+def anchors(page):
+    """The anchors that GitHub makes from the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = set()
+    for heading in re.findall(r"^#+ (.*)", text, re.MULTILINE):
+        words = re.sub(r"\]\([^)]*\)", "", heading.lower())
+        found.add(re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-"))
+    return found
+
+
 @pytest.mark.parametrize("page", LINKING)
-def test_links_lead_to_files(page):
-    """Relative links, also those to pictures. Anchors and addresses on the web are not tested."""
-    links = re.findall(r"\]\(([^)\s#]+)", text_of(page))
-    links = [link for link in links if not link.startswith(("http", "mailto:"))]
-    missing = [link for link in links if not (TOP / page).parent.joinpath(link).exists()]
+def test_links_lead_to_files_and_headings(page):
+    """Relative links, also those to pictures. Addresses on the web are not tested."""
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)", text_of(page)):
+        name, _, anchor = link.partition("#")
+        target = (TOP / page).parent / name if name else TOP / page
+        if not link.startswith(("http", "mailto:")):
+            is_page = target.suffix == ".md" and anchor
+            if not target.exists() or is_page and anchor not in anchors(target):
+                missing.append(link)
     assert not missing
 
 
