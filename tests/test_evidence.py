@@ -7,6 +7,7 @@ import math
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -439,14 +440,14 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
 
     def load(name, device):
         asked.append(str(name))
-        return None, None
+        return torch.nn.Module(), None
 
     def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
         asked.append(temperature)
         if temperature == 0.6 and len(asked) < 5:
             raise KeyboardInterrupt
         n = len(questions)
-        return rollout_of([[1]] * n, [[1, 2]] * n)
+        return replace(rollout_of([[1]] * n, [[1, 2]] * n), questions=questions)
 
     def train(argv, reward):
         cfg = sums.train_math.parse_settings(argv)

@@ -99,7 +99,7 @@ def tiny_model(tokenizer, seed):
 
 
 def tiny_settings(tokenizer):
-    """The settings that this model shares with the mixture of experts in comparisons/parts.py."""
+    """The settings that this model shares with the mixture of experts in evidence/parts.py."""
     return dict(
         vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,
