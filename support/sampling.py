@@ -44,8 +44,14 @@ def check_rollout(rollout, questions, group_size):
 @torch.no_grad()
 def next_logits(model, cache, ids, mask, positions):
     """The logits (n, V) of the token after ids (n, L), whose keys and values go into the cache."""
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions,
-                   cache=cache, use_cache=True, logits_to_keep=1)
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        cache=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
     return output.logits[:, -1]
 
 
