@@ -1,0 +1,175 @@
+"""The settings in a Python file or notebook, for is_it_gspo.py. No code of the file is run.
+
+Names, attributes and items are replaced by what is assigned to them anywhere in the file. What is
+assigned twice with different values, or only under a condition, is unread.
+"""
+import ast
+import collections
+import re
+
+CONFIG = re.compile(r"(GRPO|GSPO)\w*Config$|RLHFArguments$")
+COPIES = "float", "int", "str", "replace", "deepcopy"  # calls that keep their first argument
+
+
+class Unread(str):
+    """The text of an expression whose value the check cannot know."""
+
+
+def computed(text):
+    """The result of an arithmetic expression of numbers."""
+    is_plain = re.fullmatch(r"(?!.*\*\*)[\d\s.e+*/()-]+", text)
+    try:
+        return eval(text) if is_plain else Unread(text)
+    except (SyntaxError, ArithmeticError, TypeError):
+        return Unread(text)
+
+
+def text_of(node):
+    """The source of an expression. It is the same for x["a"] and x.a."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return f"{ast.unparse(node.value)}.{node.slice.value}"
+    return ast.unparse(node)
+
+
+class Code:
+    """The assignments of a file: {text of the target: nodes of its values}."""
+
+    def __init__(self, body):
+        self.nodes = list(ast.walk(ast.Module(body, [])))
+        self.assigned = collections.defaultdict(list)
+        self.open = []
+        for node in self.nodes:
+            is_if = isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test)
+            for child in ast.iter_child_nodes(node):
+                child.parent = node
+                child.is_conditional = is_if or getattr(node, "is_conditional", False)
+        for node in self.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                for target in getattr(node, "targets", None) or [node.target]:
+                    self.keep(target, node.value)
+            elif isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
+                self.keep(node.target, node)
+            elif isinstance(node, ast.arg):
+                self.assigned[node.arg].append(node)
+            elif isinstance(node, ast.alias):
+                self.assigned[node.asname or node.name].append(ast.Name(node.name))
+            elif isinstance(node, ast.ClassDef):
+                self.assigned[node.name].append(node)
+            elif isinstance(node, ast.Call):
+                self.keep_changes(node)
+
+    def keep(self, target, value):
+        if isinstance(target, (ast.Tuple, ast.List)):
+            values = getattr(value, "elts", [])
+            values = values if len(values) == len(target.elts) else [target] * len(target.elts)
+            for element, one in zip(target.elts, values):
+                self.keep(element, one)
+        else:
+            statement = getattr(target, "parent", None)
+            owner = getattr(statement, "parent", None)
+            inside = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+            self.assigned[inside + text_of(target)].append(value)
+
+    def keep_changes(self, call):
+        """Of x.update(a=1), x.update({"a": 1}) and setattr(x, "a", 1)."""
+        name = text_of(call.func)
+        if name.endswith(".update"):
+            for key, value in self.pairs(call):
+                self.assigned[f"{name.removesuffix('.update')}.{key}"].append(value)
+        elif name == "setattr" and len(call.args) == 3:
+            key = self.value(call.args[1])
+            self.assigned[f"{text_of(call.args[0])}.{key}"].append(call.args[2])
+
+    def pairs(self, node):
+        """The keys and value nodes of a dict, a call or a class. The key of **x is None."""
+        if isinstance(node, ast.ClassDef):
+            return [(None, base) for base in node.bases if text_of(base) in self.assigned
+                    or CONFIG.search(text_of(base))]
+        if isinstance(node, ast.Dict):
+            return [(key and self.value(key), one) for key, one in zip(node.keys, node.values)]
+        given = [(None, one) for one in node.args if isinstance(one, ast.Dict)]
+        return given + [(keyword.arg, keyword.value) for keyword in node.keywords]
+
+    def value(self, node):
+        """The value of an expression, or an Unread with its source."""
+        if node is None or isinstance(node, ast.Constant):
+            return node and node.value
+        text = Unread(text_of(node))
+        if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+            if text in self.assigned and text not in self.open:
+                return self.assigned_value(text)
+            if CONFIG.search(text):
+                return {"is_config": True}
+        if isinstance(node, (ast.Dict, ast.Call, ast.ClassDef)):
+            return self.contents(node)
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            owner = self.value(node.value)
+            key = node.attr if isinstance(node, ast.Attribute) else self.value(node.slice)
+            return owner.get(key, text) if isinstance(owner, dict) else text
+        if isinstance(node, ast.IfExp) and isinstance(self.value(node.test), bool):
+            return self.value(node.body if self.value(node.test) else node.orelse)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return self.contents(ast.Dict([None, None], [node.left, node.right]))
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            names = r"[A-Za-z_][\w.]*"
+            return computed(re.sub(names, lambda name: str(self.value(ast.Name(name[0]))), text))
+        return text
+
+    def assigned_value(self, text):
+        self.open.append(text)
+        found = [self.value(one) for one in self.assigned[text]]
+        self.open.pop()
+        if any(one != found[0] for one in found):
+            return Unread(f"{text}, which has several values")
+        return self.changed(found[0], text)
+
+    def contents(self, node):
+        """What a dict, an object or a class holds. The key None has what cannot be read of it."""
+        made = {}
+        if isinstance(node, ast.Call):
+            name = text_of(node.func).split(".")[-1]
+            if name == "field":
+                return self.value(dict(self.pairs(node)).get("default"))
+            if name == "get" and len(node.args) == 2:
+                owner = self.value(node.func.value)
+                key, default = map(self.value, node.args)
+                return owner.get(key, default) if isinstance(owner, dict) else Unread(text_of(node))
+            copied = node.args[0] if name in COPIES and node.args else node.func
+            made = {} if name == "dict" else self.value(copied)
+        if isinstance(node, ast.Call) and isinstance(made, Unread):
+            return Unread(text_of(node))
+        for key, child in self.pairs(node) if isinstance(made, dict) else []:
+            value = self.value(child)
+            inside = value if isinstance(value, dict) else {None: value}
+            made = made | ({key: value} if key else inside)
+        return made
+
+    def changed(self, value, name):
+        """An object with what is assigned to its items or attributes elsewhere."""
+        if not isinstance(value, dict):
+            return value
+        for text, nodes in list(self.assigned.items()):
+            owner, _, key = text.rpartition(".")
+            if owner == name:
+                is_open = len(nodes) > 1 or getattr(nodes[0], "is_conditional", False)
+                unread = Unread(f"{text}, which depends on a condition")
+                value = value | {key: unread if is_open else self.value(nodes[0])}
+        return value
+
+    def configurations(self):
+        """Each GRPOConfig that is made; or classes of it; or objects and dicts with its settings."""
+        for kind in ast.Call, ast.ClassDef:
+            found = []
+            for node in self.nodes:
+                value = self.value(node) if isinstance(node, kind) else None
+                if isinstance(value, dict) and "is_config" in value:
+                    target = getattr(node.parent, "targets", None) or [ast.Name("")]
+                    name = node.name if kind is ast.ClassDef else text_of(target[0])
+                    found.append(self.changed(value, name))
+            if found:
+                return found
+        owners = {text.rpartition(".")[0] for text in self.assigned
+                  if text.endswith(".importance_sampling_level")} - {"self", ""}
+        dicts = [self.contents(node) for node in self.nodes
+                 if isinstance(node, ast.Dict) and not isinstance(node.parent, ast.Dict)]
+        return [self.changed({None: owner}, owner) for owner in sorted(owners)] + dicts
