@@ -26,10 +26,6 @@ VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?
                       r"|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`")
 FLAG = r"--[A-Za-z][\w.-]*"
 OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
-END = "\n"
-
-
-# ---- reading -------------------------------------------------------------------------------------
 
 
 def with_values(script):
@@ -56,7 +52,7 @@ def with_values(script):
 def flags(script):
     """The settings of a command or a shell script: --flag value, --flag=value and a.b=value."""
     plain = re.sub("['\"]", "", with_values(script))
-    words = re.findall(r"[^\s;&|()]+|[\n;&|()]", plain) + [END, END]
+    words = re.findall(r"[^\s;&|()]+|[\n;&|()]", plain) + ["\n", "\n"]
     found = {}
     for i, word in enumerate(words[:-2]):
         key, equals, value = word.partition("=")
@@ -131,16 +127,11 @@ def settings_in(path):
     return [flags(text)]
 
 
-# ---- judging -------------------------------------------------------------------------------------
-
-
 def engine_of(settings):
     """The facts on the engine that these settings are for, or None."""
     keys = "\n".join(map(str, settings))
-    for engine in FACTS["engines"]:
-        if re.search(engine["keys"], keys, re.MULTILINE):
-            return engine
-    return None
+    found = [one for one in FACTS["engines"] if re.search(one["keys"], keys, re.MULTILINE)]
+    return found[0] if found else None
 
 
 def look(settings, names, default, engine):
@@ -159,21 +150,23 @@ def look(settings, names, default, engine):
         return HOLE, f"{names.split('|')[0]} may be set in {settings[None]}"
     if default in engine["same"]:
         return look(settings, default, engine["same"][default], engine)
-    name = names.split("|")[0] or "this"
-    return default, f"{name} is not set: {default} in {engine['name']}"
+    name = names.split("|")[0] or "a setting"
+    return default, f"{name} is not set; the default of {engine['name']} is {default}"
 
 
 def updates_of(settings, engine):
     """Optimizer steps per rollout, NaN if they are unknown; and where they are from."""
-    sources = []
-    for factors, divisors in engine["updates"]:
-        found = [look(settings, *item, engine) for item in factors + divisors]
-        values = [number(value) for value, _ in found]
-        sources = [source for _, source in found]
-        updates = math.prod(values[:len(factors)]) / math.prod(values[len(factors):])
+    for factors, divisors in engine["updates"]:  # the first way that is known
+        above = [look(settings, *item, engine) for item in factors]
+        below = [look(settings, *item, engine) for item in divisors]
+        sources = [source for _, source in above + below]
+        if below and below[-1] in above:  # the same setting cancels, also if it is not known
+            above.remove(below.pop())
+        updates = math.prod(number(value) for value, _ in above)
+        updates /= math.prod(number(value) for value, _ in below)
         if updates == updates:
-            return math.ceil(updates) if engine.get("is_whole") else updates, sources
-    return math.nan, sources
+            break
+    return math.ceil(updates) if engine.get("is_whole") and updates == updates else updates, sources
 
 
 def number(text):
@@ -238,19 +231,17 @@ def main(arguments):
     except Exception as error:  # a file may hold anything
         sys.exit(f"{files[0]} cannot be read: {type(error).__name__}: {error}")
     runs = [run | given for run in found if engine_of(run | given)]
-    if runs:
-        values, sources = together(runs)
-    else:
-        names = "level", "mean", "updates", "eps_low", "eps_high", "verdict"
-        values = dict.fromkeys(names, "unknown")
-        sources = {"level": ["there are no settings of an engine that this check knows"]}
+    names = "level", "mean", "updates", "eps_low", "eps_high", "verdict"
+    nothing = {"level": ["there are no settings of an engine that this check knows"]}
+    values, sources = together(runs) if runs else (dict.fromkeys(names, "unknown"), nothing)
     if "--json" in arguments:
         print(json.dumps(values))
         return
     for name, question in FACTS["questions"].items():
         print(f"{question}: {values.get(name, '')}")
         print(*[f"      {source}" for source in sources.get(name, [])], sep="\n")
-    print(FACTS["verdicts"][values["verdict"]])
+    is_open = values["verdict"] == "gspo" and values["updates"] == "unknown"
+    print(FACTS["verdicts"][values["verdict"]] + " It needs several updates per rollout." * is_open)
 
 
 if __name__ == "__main__":

@@ -83,10 +83,14 @@ class Code:
     def pairs(self, node):
         """The keys and value nodes of a dict, a call or a class. The key of **x is None."""
         if isinstance(node, ast.ClassDef):
-            return [(None, base) for base in node.bases if text_of(base) in self.assigned
-                    or CONFIG.search(text_of(base))]
+            return [
+                (None, base)
+                for base in node.bases
+                if text_of(base) in self.assigned or CONFIG.search(text_of(base))
+            ]
         if isinstance(node, ast.Dict):
-            return [(key and self.value(key), one) for key, one in zip(node.keys, node.values)]
+            keys = [key and self.value(key) for key in node.keys]
+            return list(zip(keys, node.values))
         given = [(None, one) for one in node.args if isinstance(one, ast.Dict)]
         return given + [(keyword.arg, keyword.value) for keyword in node.keywords]
 
@@ -111,9 +115,11 @@ class Code:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             return self.contents(ast.Dict([None, None], [node.left, node.right]))
         if isinstance(node, (ast.BinOp, ast.UnaryOp)):
-            names = r"[A-Za-z_][\w.]*"
-            return computed(re.sub(names, lambda name: str(self.value(ast.Name(name[0]))), text))
+            return computed(re.sub(r"[A-Za-z_][\w.]*", self.number, text))
         return text
+
+    def number(self, name):
+        return str(self.value(ast.Name(name[0])))
 
     def assigned_value(self, text):
         self.open.append(text)
@@ -133,15 +139,25 @@ class Code:
             if name == "get" and len(node.args) == 2:
                 owner = self.value(node.func.value)
                 key, default = map(self.value, node.args)
-                return owner.get(key, default) if isinstance(owner, dict) else Unread(text_of(node))
-            copied = node.args[0] if name in COPIES and node.args else node.func
-            made = {} if name == "dict" else self.value(copied)
-        if isinstance(node, ast.Call) and isinstance(made, Unread):
+                if isinstance(owner, dict):
+                    return owner.get(key, default)
+                return Unread(text_of(node))
+            if name in COPIES and node.args:
+                made = self.value(node.args[0])
+            elif name != "dict":
+                made = self.value(node.func)
+        if isinstance(made, Unread):
             return Unread(text_of(node))
-        for key, child in self.pairs(node) if isinstance(made, dict) else []:
+        if not isinstance(made, dict):
+            return made
+        for key, child in self.pairs(node):
             value = self.value(child)
-            inside = value if isinstance(value, dict) else {None: value}
-            made = made | ({key: value} if key else inside)
+            if key:
+                made = made | {key: value}
+            elif isinstance(value, dict):
+                made = made | value
+            else:
+                made = made | {None: value}
         return made
 
     def changed(self, value, name):
@@ -150,26 +166,35 @@ class Code:
             return value
         for text, nodes in list(self.assigned.items()):
             owner, _, key = text.rpartition(".")
-            if owner == name:
-                is_open = len(nodes) > 1 or getattr(nodes[0], "is_conditional", False)
-                unread = Unread(f"{text}, which depends on a condition")
-                value = value | {key: unread if is_open else self.value(nodes[0])}
+            if owner != name:
+                continue
+            new = self.value(nodes[0])
+            if len(nodes) > 1 or getattr(nodes[0], "is_conditional", False):
+                new = Unread(f"{text}, which depends on a condition")
+            value = value | {key: new}
         return value
 
     def configurations(self):
-        """Each GRPOConfig that is made; or classes of it; or objects and dicts with its settings."""
+        """Each GRPOConfig that is made, or classes of it, or objects and dicts with its settings."""
         for kind in ast.Call, ast.ClassDef:
             found = []
             for node in self.nodes:
-                value = self.value(node) if isinstance(node, kind) else None
+                if not isinstance(node, kind):
+                    continue
+                value = self.value(node)
                 if isinstance(value, dict) and "is_config" in value:
-                    target = getattr(node.parent, "targets", None) or [ast.Name("")]
-                    name = node.name if kind is ast.ClassDef else text_of(target[0])
+                    target = getattr(node.parent, "targets", [ast.Name("")])[0]
+                    name = getattr(node, "name", None) or text_of(target)
                     found.append(self.changed(value, name))
             if found:
                 return found
-        owners = {text.rpartition(".")[0] for text in self.assigned
-                  if text.endswith(".importance_sampling_level")} - {"self", ""}
-        dicts = [self.contents(node) for node in self.nodes
-                 if isinstance(node, ast.Dict) and not isinstance(node.parent, ast.Dict)]
-        return [self.changed({None: owner}, owner) for owner in sorted(owners)] + dicts
+        owners = set()
+        for text in self.assigned:
+            owner, _, key = text.rpartition(".")
+            if key == "importance_sampling_level" and owner not in ("", "self"):
+                owners.add(owner)
+        found = [self.changed({None: owner}, owner) for owner in sorted(owners)]
+        for node in self.nodes:
+            if isinstance(node, ast.Dict) and not isinstance(node.parent, ast.Dict):
+                found.append(self.contents(node))
+        return found
