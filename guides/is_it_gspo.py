@@ -64,6 +64,8 @@ def flags(script):
         if not equals:
             is_switch = re.match(r"--?[A-Za-z]|[\n;&|()]", words[i + 1])
             value = "true" if is_switch else words[i + 1]
+        if key == "config":
+            key = None  # a file, which may set what is missing here
         is_same = found.setdefault(key, value) == value
         found[key] = value if is_same else Unread(f"{HOLE}, because it has several values")
     return found
@@ -81,7 +83,10 @@ def flat(items, path=""):
 
 
 def yaml_settings(text):
-    import yaml
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("install PyYAML to read it, or pass its settings as flags") from None
     found = flat(yaml.safe_load(text) or {})
     for key, value in found.items():
         name = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
