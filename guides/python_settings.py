@@ -175,7 +175,7 @@ class Code:
         return value
 
     def configurations(self):
-        """Each GRPOConfig that is made, or classes of it, or objects and dicts with its settings."""
+        """Each GRPOConfig that is made, or classes of it, or dicts and objects with settings."""
         for kind in ast.Call, ast.ClassDef:
             found = []
             for node in self.nodes:

@@ -3,7 +3,9 @@ configurations, and compared with a measurement of the losses of TRL and verl.
 
     python -m pytest -m "slow or not slow" tests/test_is_it_gspo.py    # also TRL and verl
 """
+import importlib
 import json
+import re
 import subprocess
 import sys
 
@@ -14,7 +16,7 @@ from gspo import gspo_loss
 from tests.conftest import TOP
 
 sys.path.insert(0, str(TOP / "guides"))
-import is_it_gspo  # noqa: E402
+is_it_gspo = importlib.import_module("is_it_gspo")
 
 FACTS = json.loads((TOP / "guides/public_configurations.json").read_text(encoding="utf-8"))
 PUBLIC = FACTS["configurations"]
@@ -83,8 +85,8 @@ PYTHON = {
         "args = GRPOConfig(importance_sampling_level=CFG.level, loss_type='grpo', "
         "epsilon=cfg.eps, epsilon_high=4e-4, steps_per_generation=D['n'])", PAPER),
     "an attribute of self": (
-        "class T:\n    def __init__(self):\n        self.e = 3e-4\n    def go(self):\n        return "
-        f"GRPOConfig({TRL.replace('3e-4', 'self.e')})", PAPER),
+        "class T:\n    def __init__(self):\n        self.e = 3e-4\n    def go(self):\n        "
+        f"return GRPOConfig({TRL.replace('3e-4', 'self.e')})", PAPER),
     "another config": (
         f"s = SFTConfig(gradient_accumulation_steps=16, loss_type='nll')\nargs = GRPOConfig({TRL})",
         PAPER),
@@ -352,14 +354,20 @@ def test_the_check_agrees_with_the_verdict_by_hand(one, check):
 
 def test_the_page_counts_the_public_configurations():
     page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
-    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| `")]
-    counts = {}
-    for row in rows:
-        for verdict in row[0].strip("| ").split(", "):
-            counts[verdict.strip("`")] = counts.get(verdict.strip("`"), 0) + int(row[1])
-    assert sum(counts.values()) == len(PUBLIC)
-    for verdict, count in counts.items():
+    section = page.split("## Public configurations")[1]
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\d+) \|", section)
+    assert len(rows) == 10
+    for verdict in FACTS["verdicts"]:
+        count = sum(int(number) for name, number in rows if name == verdict)
         assert count == sum(one["verdict"] == verdict for one in PUBLIC), verdict
+    repositories = {one["repository"] for one in PUBLIC}
+    assert f"{len(PUBLIC)} public configurations from {len(repositories)} rep" in section
+
+
+def test_the_page_has_a_row_for_each_engine():
+    page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
+    for engine in FACTS["engines"]:
+        assert f"\n| {engine['name']} |" in page and engine["read_in"]
 
 
 # ---- measured: the losses of TRL and verl --------------------------------------------------------
