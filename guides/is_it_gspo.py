@@ -4,10 +4,9 @@
     python guides/is_it_gspo.py --importance_sampling_level sequence --loss_type grpo
     python guides/is_it_gspo.py --json FILE             prints one JSON object
 
-It needs the standard library, and PyYAML for YAML files. python_settings.py reads Python files, and
-public_configurations.json has the keys and defaults of each engine. No code of the file is run.
-What the check cannot read is reported and is "unknown". The page is_it_gspo.md explains the five
-questions.
+It needs python_settings.py, which reads Python files, public_configurations.json, which has the
+keys and defaults of each engine, and PyYAML for YAML files. No code of the file is run. What the
+check cannot read is reported, and is "unknown". The page is_it_gspo.md explains the questions.
 """
 import ast
 import collections
@@ -62,10 +61,9 @@ def flags(script):
         if key.endswith("eps_clip_low_high"):
             found |= {"eps_clip_low": words[i + 1], "eps_clip_high": words[i + 2]}
         if not equals:
-            is_switch = re.match(r"--?[A-Za-z]|[\n;&|()]", words[i + 1])
-            value = "true" if is_switch else words[i + 1]
-        if key == "config":
-            key = None  # a file, which may set what is missing here
+            value = words[i + 1]
+            value = "true" if re.match(r"--?[A-Za-z]|[\n;&|()]", value) else value
+        key = None if key == "config" else key  # a file, which may set what is missing here
         is_same = found.setdefault(key, value) == value
         found[key] = value if is_same else Unread(f"{HOLE}, because it has several values")
     return found
@@ -98,8 +96,7 @@ def yaml_settings(text):
 
 
 def python_settings(cells):
-    magic = r"(?m)^( *)[%!]((?:.*\\\n)*.*)"
-    body = []
+    magic, body = r"(?m)^( *)[%!]((?:.*\\\n)*.*)", []
     for cell in cells:
         try:
             body += ast.parse(re.sub(magic, r"\1pass", cell)).body
@@ -121,22 +118,21 @@ def python_settings(cells):
 def settings_in(path):
     """The settings of each run that a file may describe."""
     text = path.read_text("utf-8")
-    if path.suffix in (".yaml", ".yml"):
-        return [yaml_settings(text)]
+    if path.suffix in (".yaml", ".yml", ".json"):
+        found = yaml_settings(text)
+        return [found if engine_of(found) else flags(text)]  # a command may be one of its values
     if path.suffix == ".py":
         return python_settings([text])
     if path.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        return python_settings(["".join(cell["source"]) for cell in cells
-                                if cell["cell_type"] == "code"])
+        cells = [one for one in json.loads(text)["cells"] if one["cell_type"] == "code"]
+        return python_settings(["".join(cell["source"]) for cell in cells])
     return [flags(text)]
 
 
 def engine_of(settings):
     """The facts on the engine that these settings are for, or None."""
     keys = "\n".join(map(str, settings))
-    found = [one for one in FACTS["engines"] if re.search(one["keys"], keys, re.MULTILINE)]
-    return found[0] if found else None
+    return next((one for one in FACTS["engines"] if re.search(one["keys"], keys, re.M)), None)
 
 
 def look(settings, names, default, engine):
@@ -145,12 +141,11 @@ def look(settings, names, default, engine):
         for key, value in settings.items():
             is_set = value is not None and str(value) not in ("None", "null")
             if is_set and f".{key}".endswith("." + name.strip("!")):
-                source = f"{key} = {value}"
                 if isinstance(value, Unread) or HOLE in str(value):
-                    return HOLE, f"{source}, which cannot be read"
+                    return HOLE, f"{key} = {value}, which cannot be read"
                 if "!" in name:
-                    return HOLE, f"{source}, but the number of processes is not known"
-                return str(value), source
+                    return HOLE, f"{key} = {value}, but the number of processes is not known"
+                return str(value), f"{key} = {value}"
     if None in settings and names:
         return HOLE, f"{names.split('|')[0]} may be set in {settings[None]}"
     if default in engine["same"]:
@@ -171,7 +166,8 @@ def updates_of(settings, engine):
         updates /= math.prod(number(value) for value, _ in below)
         if updates == updates:
             break
-    return math.ceil(updates) if engine.get("is_whole") and updates == updates else updates, sources
+    is_rounded = engine.get("is_whole") and updates == updates
+    return math.ceil(updates) if is_rounded else updates, sources
 
 
 def number(text):
@@ -181,11 +177,14 @@ def number(text):
 def judged(settings):
     """What --json prints for the settings of one run, and the source of each value."""
     engine = engine_of(settings)
+    if engine is None:
+        names = "level", "mean", "updates", "eps_low", "eps_high", "verdict"
+        return dict.fromkeys(names, "unknown"), {"level": ["no setting of a known engine is found"]}
     level, mean, low, high, old = (look(settings, *engine[name], engine)
                                    for name in ("level", "mean", "low", "high", "old"))
     updates, steps = updates_of(settings, engine)
     values = {
-        "level": FACTS["levels"].get(level[0].lower(), "unknown"),
+        "level": engine.get("levels", FACTS["levels"]).get(level[0].lower(), "unknown"),
         "mean": FACTS["means"].get(mean[0].lower(), "unknown"),
         "updates": updates,
         "eps_low": number(low[0]),
@@ -234,19 +233,17 @@ def main(arguments):
     try:
         found = settings_in(Path(files[0])) if files else [{}]
     except Exception as error:  # a file may hold anything
-        sys.exit(f"{files[0]} cannot be read: {type(error).__name__}: {error}")
+        reason = " ".join(str(error).split())
+        sys.exit(f"{files[0]} cannot be read: {type(error).__name__}: {reason}")
     runs = [run | given for run in found if engine_of(run | given)]
-    names = "level", "mean", "updates", "eps_low", "eps_high", "verdict"
-    nothing = {"level": ["there are no settings of an engine that this check knows"]}
-    values, sources = together(runs) if runs else (dict.fromkeys(names, "unknown"), nothing)
+    values, sources = together(runs or [{}])
     if "--json" in arguments:
         print(json.dumps(values))
         return
     for name, question in FACTS["questions"].items():
         print(f"{question}: {values.get(name, '')}")
         print(*[f"      {source}" for source in sources.get(name, [])], sep="\n")
-    is_open = values["verdict"] == "gspo" and values["updates"] == "unknown"
-    print(FACTS["verdicts"][values["verdict"]] + " It needs several updates per rollout." * is_open)
+    print(FACTS["verdicts"][values["verdict"]])
 
 
 if __name__ == "__main__":

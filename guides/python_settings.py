@@ -8,7 +8,8 @@ import collections
 import re
 
 CONFIG = re.compile(r"(GRPO|GSPO)\w*Config$|RLHFArguments$")
-COPIES = "float", "int", "str", "replace", "deepcopy"  # calls that keep their first argument
+KNOWN = re.compile(r"(^|\.)((Unsloth)?GRPOConfig|RLHFArguments)$")  # with the defaults of an engine
+COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
 
 
 class Unread(str):
@@ -39,16 +40,14 @@ class Code:
         self.assigned = collections.defaultdict(list)
         self.open = []
         for node in self.nodes:
-            is_if = isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test)
             for child in ast.iter_child_nodes(node):
                 child.parent = node
-                child.is_conditional = is_if or getattr(node, "is_conditional", False)
         for node in self.nodes:
             if isinstance(node, (ast.Assign, ast.AnnAssign)):
                 for target in getattr(node, "targets", None) or [node.target]:
                     self.keep(target, node.value)
             elif isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
-                self.keep(node.target, node)
+                self.keep(node.target, node.target)
             elif isinstance(node, ast.arg):
                 self.assigned[node.arg].append(node)
             elif isinstance(node, ast.alias):
@@ -102,8 +101,10 @@ class Code:
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             if text in self.assigned and text not in self.open:
                 return self.assigned_value(text)
-            if CONFIG.search(text):
+            if KNOWN.search(text):
                 return {"is_config": True}
+            if CONFIG.search(text):
+                return {"is_config": True, None: f"{text}, which is not in this file"}
         if isinstance(node, (ast.Dict, ast.Call, ast.ClassDef)):
             return self.contents(node)
         if isinstance(node, (ast.Attribute, ast.Subscript)):
@@ -112,6 +113,9 @@ class Code:
             return owner.get(key, text) if isinstance(owner, dict) else text
         if isinstance(node, ast.IfExp) and isinstance(self.value(node.test), bool):
             return self.value(node.body if self.value(node.test) else node.orelse)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
+            left, right = self.value(node.left), self.value(node.comparators[0])
+            return text if isinstance(left, Unread) or isinstance(right, Unread) else left == right
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             return self.contents(ast.Dict([None, None], [node.left, node.right]))
         if isinstance(node, (ast.BinOp, ast.UnaryOp)):
@@ -123,9 +127,9 @@ class Code:
 
     def assigned_value(self, text):
         self.open.append(text)
-        found = [self.value(one) for one in self.assigned[text]]
+        found = [self.value(one) for one in self.assigned[text] if self.is_run(one) is not False]
         self.open.pop()
-        if any(one != found[0] for one in found):
+        if not found or any(one != found[0] for one in found):
             return Unread(f"{text}, which has several values")
         return self.changed(found[0], text)
 
@@ -135,7 +139,7 @@ class Code:
         if isinstance(node, ast.Call):
             name = text_of(node.func).split(".")[-1]
             if name == "field":
-                return self.value(dict(self.pairs(node)).get("default"))
+                return self.value(dict(self.pairs(node)).get("default", node.func))
             if name == "get" and len(node.args) == 2:
                 owner = self.value(node.func.value)
                 key, default = map(self.value, node.args)
@@ -160,18 +164,33 @@ class Code:
                 made = made | {None: value}
         return made
 
+    def is_run(self, node):
+        """Whether the conditions around a node hold. None if this cannot be read."""
+        result = True
+        while hasattr(node, "parent"):
+            child, node = node, node.parent
+            if isinstance(node, ast.If) and "__name__" not in text_of(node.test):
+                test = self.value(node.test)
+                if isinstance(test, bool) and test != (child in node.body):
+                    return False
+                result = result if isinstance(test, bool) else None
+        return result
+
     def changed(self, value, name):
         """An object with what is assigned to its items or attributes elsewhere."""
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or f"{name}." in self.open:
             return value
+        self.open.append(f"{name}.")
         for text, nodes in list(self.assigned.items()):
             owner, _, key = text.rpartition(".")
-            if owner != name:
+            nodes = [node for node in nodes if self.is_run(node) is not False]
+            if owner != name or not nodes:
                 continue
             new = self.value(nodes[0])
-            if len(nodes) > 1 or getattr(nodes[0], "is_conditional", False):
+            if len(nodes) > 1 or self.is_run(nodes[0]) is None:
                 new = Unread(f"{text}, which depends on a condition")
             value = value | {key: new}
+        self.open.pop()
         return value
 
     def configurations(self):
@@ -179,7 +198,7 @@ class Code:
         for kind in ast.Call, ast.ClassDef:
             found = []
             for node in self.nodes:
-                if not isinstance(node, kind):
+                if not isinstance(node, kind) or self.is_run(node) is False:
                     continue
                 value = self.value(node)
                 if isinstance(value, dict) and "is_config" in value:
