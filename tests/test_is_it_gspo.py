@@ -152,6 +152,38 @@ PYTHON = {
         ("sequence", *NOTHING[1:])),
     "nothing": ("print('importance_sampling_level')", NOTHING),
     "an empty file": ("", NOTHING),
+    "a known condition": (
+        f"GSPO = True\nNAME = 'a'\nargs = GRPOConfig('x')\nif GSPO:\n    p = dict({TRL})\nif NAME "
+        "== 'b':\n    p['loss_type'] = 'dapo'\nargs = GRPOConfig(**p)", PAPER),
+    "a known choice": (
+        "NAME = 'gspo'\n"
+        "p = {'importance_sampling_level': 'sequence' if NAME == 'gspo' else 'token'}\n"
+        f"args = GRPOConfig(**dict({TRL}), **p)", PAPER),
+    "one of several dicts": (
+        f"C = {{'gspo': dict({TRL}), 'grpo': {{}}}}\nargs = GRPOConfig(**C['gspo'])", PAPER),
+    "any of several dicts": (
+        f"C = {{'gspo': dict({TRL}), 'grpo': {{}}}}\nargs = GRPOConfig(**C[name])", NOTHING),
+    "asdict": (
+        "class A:\n    importance_sampling_level: str = 'sequence'\n    loss_type: str = 'grpo'\n"
+        "    epsilon: float = 3e-4\n    epsilon_high: float = 4e-4\n    num_iterations: int = 4\n"
+        "a = A()\nargs = GRPOConfig(**asdict(a))", PAPER),
+    "a config class of another file": (
+        "from my import MyGRPOConfig\nargs = MyGRPOConfig(importance_sampling_level='sequence')",
+        ("sequence", *NOTHING[1:])),
+    "a default that is made": (
+        "class M(GRPOConfig):\n    importance_sampling_level: str = field(default_factory=f)\n"
+        "a = M()",
+        ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
+    "an imported number": (
+        "from settings import EPS\n"
+        "a = GRPOConfig(importance_sampling_level='sequence', epsilon=EPS)",
+        ("sequence", "tokens", 1, "unknown", "unknown", "never_clipped")),
+    "a number that grows": (
+        "n = 1\nn += 1\na = GRPOConfig(importance_sampling_level='sequence', num_iterations=n)",
+        ("sequence", "tokens", "unknown", 0.2, 0.2, "other_mean")),
+    "a name in terms of itself": (
+        f"n = 2\nif n:\n    n = n\na = GRPOConfig({TRL})\nif a.x:\n    a.epsilon = 1",
+        (*PAPER[:3], "unknown", 4e-4, "unknown")),
 }
 SHELL = {
     "flags of TRL": (f"accelerate launch a.py {FLAGS}", PAPER),
@@ -232,6 +264,10 @@ YAML = {
     "an unknown value": ("importance_sampling_level: ${oc.env:LEVEL}",
                          ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
     "an empty file": ("", NOTHING),
+    "a command": (f"resources:\n  cpus: 4\nrun: |\n  {VERL}\n", PAPER),
+    "merged sections": ("a: &a\n  epsilon: 3.0e-4\ntrl:\n  <<: *a\n  epsilon_high: 4.0e-4\n  "
+                        "importance_sampling_level: sequence\n  loss_type: grpo\n  "
+                        "num_iterations: 4", PAPER),
 }
 MALFORMED = {"a.py": "def f(:", "a.yaml": "a: [1", "b.yaml": "- 1\n- 2", "a.ipynb": "{}",
              "b.ipynb": "no notebook", "c.ipynb": '{"cells": [{"cell_type": "code"}]}'}
