@@ -181,6 +181,9 @@ PYTHON = {
     "a number that grows": (
         "n = 1\nn += 1\na = GRPOConfig(importance_sampling_level='sequence', num_iterations=n)",
         ("sequence", "tokens", "unknown", 0.2, 0.2, "other_mean")),
+    "an attribute with two values": (
+        f"a = GRPOConfig({TRL})\na.epsilon = 1\na.epsilon = 2",
+        (*PAPER[:3], "unknown", 4e-4, "unknown")),
     "a name in terms of itself": (
         f"n = 2\nif n:\n    n = n\na = GRPOConfig({TRL})\nif a.x:\n    a.epsilon = 1",
         (*PAPER[:3], "unknown", 4e-4, "unknown")),
