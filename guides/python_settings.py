@@ -1,0 +1,219 @@
+"""The settings in a Python file or notebook, for is_it_gspo.py. No code of the file is run.
+
+Names, attributes and items are replaced by what is assigned to them anywhere in the file. What is
+assigned twice with different values, or only under a condition, is unread.
+"""
+import ast
+import collections
+import re
+
+CONFIG = re.compile(r"(GRPO|GSPO)\w*Config$|RLHFArguments$")
+KNOWN = re.compile(r"(^|\.)((Unsloth)?GRPOConfig|RLHFArguments)$")  # with the defaults of an engine
+COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
+
+
+class Unread(str):
+    """The text of an expression whose value the check cannot know."""
+
+
+def computed(text):
+    """The result of an arithmetic expression of numbers."""
+    is_plain = re.fullmatch(r"(?!.*\*\*)[\d\s.e+*/()-]+", text)
+    try:
+        return eval(text) if is_plain else Unread(text)
+    except (SyntaxError, ArithmeticError, TypeError):
+        return Unread(text)
+
+
+def text_of(node):
+    """The source of an expression. It is the same for x["a"] and x.a."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return f"{ast.unparse(node.value)}.{node.slice.value}"
+    return ast.unparse(node)
+
+
+class Code:
+    """The assignments of a file: {text of the target: nodes of its values}."""
+
+    def __init__(self, body):
+        self.nodes = list(ast.walk(ast.Module(body, [])))
+        self.assigned = collections.defaultdict(list)
+        self.open = []
+        for node in self.nodes:
+            for child in ast.iter_child_nodes(node):
+                child.parent = node
+        for node in self.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                for target in getattr(node, "targets", None) or [node.target]:
+                    self.keep(target, node.value)
+            elif isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
+                self.keep(node.target, node.target)
+            elif isinstance(node, ast.arg):
+                self.assigned[node.arg].append(node)
+            elif isinstance(node, ast.alias):
+                self.assigned[node.asname or node.name].append(ast.Name(node.name))
+            elif isinstance(node, ast.ClassDef):
+                self.assigned[node.name].append(node)
+            elif isinstance(node, ast.Call):
+                self.keep_changes(node)
+
+    def keep(self, target, value):
+        if isinstance(target, (ast.Tuple, ast.List)):
+            values = getattr(value, "elts", [])
+            values = values if len(values) == len(target.elts) else [target] * len(target.elts)
+            for element, one in zip(target.elts, values):
+                self.keep(element, one)
+        else:
+            statement = getattr(target, "parent", None)
+            owner = getattr(statement, "parent", None)
+            inside = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+            self.assigned[inside + text_of(target)].append(value)
+
+    def keep_changes(self, call):
+        """Of x.update(a=1), x.update({"a": 1}) and setattr(x, "a", 1)."""
+        name = text_of(call.func)
+        if name.endswith(".update"):
+            for key, value in self.pairs(call):
+                self.assigned[f"{name.removesuffix('.update')}.{key}"].append(value)
+        elif name == "setattr" and len(call.args) == 3:
+            key = self.value(call.args[1])
+            self.assigned[f"{text_of(call.args[0])}.{key}"].append(call.args[2])
+
+    def pairs(self, node):
+        """The keys and value nodes of a dict, a call or a class. The key of **x is None."""
+        if isinstance(node, ast.ClassDef):
+            return [
+                (None, base)
+                for base in node.bases
+                if text_of(base) in self.assigned or CONFIG.search(text_of(base))
+            ]
+        if isinstance(node, ast.Dict):
+            keys = [key and self.value(key) for key in node.keys]
+            return list(zip(keys, node.values))
+        given = [(None, one) for one in node.args if isinstance(one, ast.Dict)]
+        return given + [(keyword.arg, keyword.value) for keyword in node.keywords]
+
+    def value(self, node):
+        """The value of an expression, or an Unread with its source."""
+        if node is None or isinstance(node, ast.Constant):
+            return node and node.value
+        text = Unread(text_of(node))
+        if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+            if text in self.assigned and text not in self.open:
+                return self.assigned_value(text)
+            if KNOWN.search(text):
+                return {"is_config": True}
+            if CONFIG.search(text):
+                return {"is_config": True, None: f"{text}, which is not in this file"}
+        if isinstance(node, (ast.Dict, ast.Call, ast.ClassDef)):
+            return self.contents(node)
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            owner = self.value(node.value)
+            key = node.attr if isinstance(node, ast.Attribute) else self.value(node.slice)
+            return owner.get(key, text) if isinstance(owner, dict) else text
+        if isinstance(node, ast.IfExp) and isinstance(self.value(node.test), bool):
+            return self.value(node.body if self.value(node.test) else node.orelse)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
+            left, right = self.value(node.left), self.value(node.comparators[0])
+            return text if isinstance(left, Unread) or isinstance(right, Unread) else left == right
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return self.contents(ast.Dict([None, None], [node.left, node.right]))
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            return computed(re.sub(r"[A-Za-z_][\w.]*", self.number, text))
+        return text
+
+    def number(self, name):
+        return str(self.value(ast.Name(name[0])))
+
+    def assigned_value(self, text):
+        self.open.append(text)
+        found = [self.value(one) for one in self.assigned[text] if self.is_run(one) is not False]
+        self.open.pop()
+        if not found or any(one != found[0] for one in found):
+            return Unread(f"{text}, which has several values")
+        return self.changed(found[0], text)
+
+    def contents(self, node):
+        """What a dict, an object or a class holds. The key None has what cannot be read of it."""
+        made = {}
+        if isinstance(node, ast.Call):
+            name = text_of(node.func).split(".")[-1]
+            if name == "field":
+                return self.value(dict(self.pairs(node)).get("default", node.func))
+            if name == "get" and len(node.args) == 2:
+                owner = self.value(node.func.value)
+                key, default = map(self.value, node.args)
+                if isinstance(owner, dict):
+                    return owner.get(key, default)
+                return Unread(text_of(node))
+            if name in COPIES and node.args:
+                made = self.value(node.args[0])
+            elif name != "dict":
+                made = self.value(node.func)
+        if isinstance(made, Unread):
+            return Unread(text_of(node))
+        if not isinstance(made, dict):
+            return made
+        for key, child in self.pairs(node):
+            value = self.value(child)
+            if key:
+                made = made | {key: value}
+            elif isinstance(value, dict):
+                made = made | value
+            else:
+                made = made | {None: value}
+        return made
+
+    def is_run(self, node):
+        """Whether the conditions around a node hold. None if this cannot be read."""
+        result = True
+        while hasattr(node, "parent"):
+            child, node = node, node.parent
+            if isinstance(node, ast.If) and "__name__" not in text_of(node.test):
+                test = self.value(node.test)
+                if isinstance(test, bool) and test != (child in node.body):
+                    return False
+                result = result if isinstance(test, bool) else None
+        return result
+
+    def changed(self, value, name):
+        """An object with what is assigned to its items or attributes elsewhere."""
+        if not isinstance(value, dict) or f"{name}." in self.open:
+            return value
+        self.open.append(f"{name}.")
+        for text, nodes in list(self.assigned.items()):
+            owner, _, key = text.rpartition(".")
+            nodes = [node for node in nodes if self.is_run(node) is not False]
+            if owner != name or not nodes:
+                continue
+            new = self.value(nodes[0])
+            if len(nodes) > 1 or self.is_run(nodes[0]) is None:
+                new = Unread(f"{text}, which depends on a condition")
+            value = value | {key: new}
+        self.open.pop()
+        return value
+
+    def configurations(self):
+        """Each GRPOConfig that is made, or classes of it, or dicts and objects with settings."""
+        for kind in ast.Call, ast.ClassDef:
+            found = []
+            for node in self.nodes:
+                if not isinstance(node, kind) or self.is_run(node) is False:
+                    continue
+                value = self.value(node)
+                if isinstance(value, dict) and "is_config" in value:
+                    target = getattr(node.parent, "targets", [ast.Name("")])[0]
+                    name = getattr(node, "name", None) or text_of(target)
+                    found.append(self.changed(value, name))
+            if found:
+                return found
+        owners = set()
+        for text in self.assigned:
+            owner, _, key = text.rpartition(".")
+            if key == "importance_sampling_level" and owner not in ("", "self"):
+                owners.add(owner)
+        found = [self.changed({None: owner}, owner) for owner in sorted(owners)]
+        for node in self.nodes:
+            if isinstance(node, ast.Dict) and not isinstance(node.parent, ast.Dict):
+                found.append(self.contents(node))
+        return found

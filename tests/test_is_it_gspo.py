@@ -1,0 +1,539 @@
+"""The check guides/is_it_gspo.py: its verdicts on small files, on the settings of public
+configurations, and compared with a measurement of the losses of TRL and verl.
+
+    python -m pytest -m "slow or not slow" tests/test_is_it_gspo.py    # also TRL and verl
+"""
+import importlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gspo import gspo_loss
+from tests.conftest import TOP
+
+sys.path.insert(0, str(TOP / "guides"))
+is_it_gspo = importlib.import_module("is_it_gspo")
+
+FACTS = json.loads((TOP / "guides/public_configurations.json").read_text(encoding="utf-8"))
+PUBLIC = FACTS["configurations"]
+NAMES = "level", "mean", "updates", "eps_low", "eps_high", "verdict"
+PAPER = "sequence", "responses", 4, 3e-4, 4e-4, "gspo"
+NOTHING = ("unknown",) * 6
+TRL = ('importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, '
+       'gradient_accumulation_steps=2, steps_per_generation=8')
+AS_DICT = "{'importance_sampling_level': 'sequence', 'loss_type': 'grpo', 'epsilon': 3e-4}"
+FLAGS = ("--importance_sampling_level sequence --loss_type grpo --epsilon 3e-4 --epsilon_high=4e-4 "
+         "--gradient_accumulation_steps 2 --steps_per_generation 8")
+VERL = ("python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean "
+        "actor_rollout_ref.actor.clip_ratio_low=3e-4 actor_rollout_ref.actor.clip_ratio_high=4e-4 "
+        "data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64 ")
+OPENRLHF = "python -m openrlhf.cli.train_ppo_ray "
+SWIFT = "swift rlhf --rlhf_type grpo "
+
+
+def found(path, capsys, *more):
+    """The values that --json prints."""
+    is_it_gspo.main(["--json", str(path), *more])
+    printed = json.loads(capsys.readouterr().out)
+    assert tuple(printed) == NAMES
+    return tuple(printed.values())
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    def check(name, text, *more):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return found(path, capsys, *more)
+    return check
+
+
+PYTHON = {
+    "keywords": (f"args = GRPOConfig('out', {TRL})", PAPER),
+    "a module": (f"import trl\nargs = trl.GRPOConfig({TRL})", PAPER),
+    "an alias": (f"from trl import GRPOConfig as C\nargs = C({TRL})", PAPER),
+    "Unsloth's name": (f"args = UnslothGRPOConfig({TRL})", PAPER),
+    "a subclass": (f"class M(GRPOConfig):\n    a: int = 3\nargs = M({TRL})", PAPER),
+    "defaults of a subclass": (
+        "class M(GRPOConfig):\n"
+        "    importance_sampling_level: str = field(default='sequence')\n"
+        "    loss_type: str = 'grpo'\n    epsilon: float = 3e-4\n    epsilon_high: float = 4e-4\n"
+        "    steps_per_generation: int = 4\nparser = HfArgumentParser((Script, M))", PAPER),
+    "a dict call": (f"p = dict({TRL})\nargs = GRPOConfig(output_dir='x', **p)", PAPER),
+    "a dict that changes": (
+        f"p = {AS_DICT}\np['epsilon_high'] = 4e-4\np.update({{'num_iterations': 2}})\n"
+        "p.update(steps_per_generation=2)\nargs = GRPOConfig(**p)", PAPER),
+    "merged dicts": (
+        f"p = {AS_DICT}\nq = p | {{'epsilon_high': 4e-4}}\n"
+        "args = GRPOConfig(**{**q, 'steps_per_generation': 4})", PAPER),
+    "later assignments": (
+        "args = GRPOConfig('x')\nargs.importance_sampling_level = 'sequence'\n"
+        "args.loss_type = 'grpo'\nargs.epsilon = 3e-4\nsetattr(args, 'epsilon_high', 4e-4)\n"
+        "args.num_iterations = 4", PAPER),
+    "variables": (
+        "LEVEL = 'sequence'\nlow, high = 3e-4, 4e-4\nGA = 2\ndef main():\n    n = 4\n"
+        "    return GRPOConfig(importance_sampling_level=LEVEL, loss_type='grpo', epsilon=low,\n"
+        "        epsilon_high=float(high), gradient_accumulation_steps=GA,\n"
+        "        steps_per_generation=GA * n)", PAPER),
+    "a class of constants": (
+        "class CFG:\n    level = 'sequence'\n    eps: float = 3e-4\ncfg = CFG()\nD = {'n': 4}\n"
+        "args = GRPOConfig(importance_sampling_level=CFG.level, loss_type='grpo', "
+        "epsilon=cfg.eps, epsilon_high=4e-4, steps_per_generation=D['n'])", PAPER),
+    "an attribute of self": (
+        "class T:\n    def __init__(self):\n        self.e = 3e-4\n    def go(self):\n        "
+        f"return GRPOConfig({TRL.replace('3e-4', 'self.e')})", PAPER),
+    "another config": (
+        f"s = SFTConfig(gradient_accumulation_steps=16, loss_type='nll')\nargs = GRPOConfig({TRL})",
+        PAPER),
+    "one of two": (
+        f"if gspo:\n    args = GRPOConfig({TRL})\nelse:\n    args = GRPOConfig(beta=1)", PAPER),
+    "two that differ": (
+        f"a = GRPOConfig({TRL})\nb = GRPOConfig({TRL.replace('4e-4', '4e-3')})",
+        (*PAPER[:4], "unknown", "gspo")),
+    "swift": ("rlhf_main(RLHFArguments(rlhf_type='grpo', importance_sampling_level='sequence', "
+              "epsilon=3e-4, epsilon_high=4e-4, steps_per_generation=4))", PAPER),
+    "a dict of verl": (
+        "cfg = {'actor_rollout_ref': {'actor': {'policy_loss': {'loss_mode': 'gspo'}, "
+        "'loss_agg_mode': 'seq-mean-token-mean', 'clip_ratio_low': 3e-4, 'clip_ratio_high': 4e-4, "
+        "'ppo_mini_batch_size': 64}}, 'data': {'train_batch_size': 256}}", PAPER),
+    "a command in texts": (
+        "cmd = ['-m', 'verl', 'actor_rollout_ref.actor.policy_loss.loss_mode=gspo', "
+        "f'actor_rollout_ref.actor.clip_ratio_low={low}']",
+        ("sequence", "tokens", 4, "unknown", 0.2, "other_mean")),
+    "the defaults": ("args = GRPOConfig('x')", ("token", "tokens", 1, 0.2, 0.2, "not_gspo")),
+    "comments": ("# importance_sampling_level='sequence'\nargs = GRPOConfig(\n"
+                 "    # importance_sampling_level='sequence',\n    epsilon=3e-4)",
+                 ("token", "tokens", 1, 3e-4, 3e-4, "not_gspo")),
+    "no epsilon_high": (
+        "args = GRPOConfig(importance_sampling_level='sequence', loss_type='grpo', epsilon=3e-4, "
+        "epsilon_high=None, gradient_accumulation_steps=4, steps_per_generation=1)",
+        ("sequence", "responses", 0.25, 3e-4, 3e-4, "never_clipped")),
+    "part of an accumulation": (
+        f"args = GRPOConfig({TRL.replace('=8', '=3')})",
+        ("sequence", "responses", 1.5, 3e-4, 4e-4, "gspo")),
+    "accumulation that is not known": (
+        "args = GRPOConfig(importance_sampling_level='sequence', gradient_accumulation_steps=a.n)",
+        ("sequence", "tokens", 1, 0.2, 0.2, "never_clipped")),
+    "Unsloth's defaults": (
+        "from unsloth import F\na = GRPOConfig(importance_sampling_level='sequence', "
+        "steps_per_generation=4)", ("sequence", "tokens", 2, 0.2, 0.2, "other_mean")),
+    "a wide range": (f"args = GRPOConfig({TRL.replace('4e-4', '0.28')})",
+                     (*PAPER[:4], 0.28, "wide_range")),
+    "argparse": (
+        "p.add_argument('--importance_sampling_level', default='sequence')\na = p.parse_args()\n"
+        "args = GRPOConfig(importance_sampling_level=a.importance_sampling_level)",
+        ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
+    "a condition": ("args = GRPOConfig()\nif a.gspo:\n    args.importance_sampling_level = "
+                    "'sequence'", ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
+    "a choice": ("a = GRPOConfig(importance_sampling_level='sequence' if x else 'token')",
+                 ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
+    "a parameter": ("def f(level='sequence'):\n    return GRPOConfig("
+                    "importance_sampling_level=level)",
+                    ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
+    "two values": ("e = 1\ne = 2\na = GRPOConfig(importance_sampling_level='sequence', epsilon=e)",
+                   ("sequence", "tokens", 1, "unknown", "unknown", "never_clipped")),
+    "a number of devices": (
+        f"args = GRPOConfig({TRL.replace('=8', '=8 // torch.cuda.device_count()')})",
+        ("sequence", "responses", "unknown", 3e-4, 4e-4, "gspo")),
+    "a batch size of all devices": (
+        f"args = GRPOConfig({TRL.replace('steps_per_generation', 'generation_batch_size')})",
+        ("sequence", "responses", "unknown", 3e-4, 4e-4, "gspo")),
+    "more from elsewhere": (
+        "a = GRPOConfig(importance_sampling_level='sequence', **json.load(f))",
+        ("sequence", "unknown", "unknown", "unknown", "unknown", "unknown")),
+    "a parser": ("parser = TrlParser((GRPOConfig,))\na, = parser.parse_args_and_config()", NOTHING),
+    "a parser and an assignment": (
+        "a, = TrlParser((GRPOConfig,)).parse_args()\na.importance_sampling_level = 'sequence'",
+        ("sequence", *NOTHING[1:])),
+    "nothing": ("print('importance_sampling_level')", NOTHING),
+    "an empty file": ("", NOTHING),
+    "a known condition": (
+        f"GSPO = True\nNAME = 'a'\nargs = GRPOConfig('x')\nif GSPO:\n    p = dict({TRL})\nif NAME "
+        "== 'b':\n    p['loss_type'] = 'dapo'\nargs = GRPOConfig(**p)", PAPER),
+    "a known choice": (
+        "NAME = 'gspo'\n"
+        "p = {'importance_sampling_level': 'sequence' if NAME == 'gspo' else 'token'}\n"
+        f"args = GRPOConfig(**dict({TRL}), **p)", PAPER),
+    "one of several dicts": (
+        f"C = {{'gspo': dict({TRL}), 'grpo': {{}}}}\nargs = GRPOConfig(**C['gspo'])", PAPER),
+    "any of several dicts": (
+        f"C = {{'gspo': dict({TRL}), 'grpo': {{}}}}\nargs = GRPOConfig(**C[name])", NOTHING),
+    "asdict": (
+        "class A:\n    importance_sampling_level: str = 'sequence'\n    loss_type: str = 'grpo'\n"
+        "    epsilon: float = 3e-4\n    epsilon_high: float = 4e-4\n    num_iterations: int = 4\n"
+        "a = A()\nargs = GRPOConfig(**asdict(a))", PAPER),
+    "a config class of another file": (
+        "from my import MyGRPOConfig\nargs = MyGRPOConfig(importance_sampling_level='sequence')",
+        ("sequence", *NOTHING[1:])),
+    "a default that is made": (
+        "class M(GRPOConfig):\n    importance_sampling_level: str = field(default_factory=f)\n"
+        "a = M()",
+        ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
+    "an imported number": (
+        "from settings import EPS\n"
+        "a = GRPOConfig(importance_sampling_level='sequence', epsilon=EPS)",
+        ("sequence", "tokens", 1, "unknown", "unknown", "never_clipped")),
+    "a number that grows": (
+        "n = 1\nn += 1\na = GRPOConfig(importance_sampling_level='sequence', num_iterations=n)",
+        ("sequence", "tokens", "unknown", 0.2, 0.2, "other_mean")),
+    "an attribute with two values": (
+        f"a = GRPOConfig({TRL})\na.epsilon = 1\na.epsilon = 2",
+        (*PAPER[:3], "unknown", 4e-4, "unknown")),
+    "a name in terms of itself": (
+        f"n = 2\nif n:\n    n = n\na = GRPOConfig({TRL})\nif a.x:\n    a.epsilon = 1",
+        (*PAPER[:3], "unknown", 4e-4, "unknown")),
+}
+SHELL = {
+    "flags of TRL": (f"accelerate launch a.py {FLAGS}", PAPER),
+    "lines": (f"accelerate launch a.py {FLAGS}".replace(" --", " \\\n  --"), PAPER),
+    "verl": (VERL, PAPER),
+    "added keys and quotes": (
+        VERL.replace("actor_rollout_ref.actor.policy", "+actor_rollout_ref.actor.policy").replace(
+            "=gspo", "='gspo'"), PAPER),
+    "variables": ("B=${BATCH:-256}\nexport M=$((B / 4)) # a quarter\nLOSS=gspo\n" + VERL.replace(
+        "=256", "=$B").replace("=64", "=${M}").replace("=gspo", '="${LOSS}"'), PAPER),
+    "an array and a text": (
+        "ALGO=(\n  # actor_rollout_ref.actor.loss_agg_mode=token-mean\n" + VERL.split("ppo ")[1]
+        + '\n)\nMORE="actor_rollout_ref.actor.ppo_epochs=2 \\\n  trainer.nnodes=1"\n'
+        'python -m verl.trainer.main_ppo "${ALGO[@]}" $MORE "$@"',
+        ("sequence", "responses", 8, 3e-4, 4e-4, "gspo")),
+    "within another command": (f'srun bash -c "{VERL}"', PAPER),
+    "the critic's mini-batch": (VERL + "critic.ppo_mini_batch_size=8", PAPER),
+    "a mini-batch that is left over": (VERL.replace("=256", "=250"), PAPER),
+    "clip_ratio alone, which has no effect": (
+        VERL.replace("clip_ratio_low", "clip_ratio").replace("clip_ratio_high=4e-4", ""),
+        ("sequence", "responses", 4, 0.2, 0.2, "wide_range")),
+    "verl's own mean": (VERL.replace("loss_agg_mode=seq-mean-token-mean", "grad_clip=1"),
+                        ("sequence", "tokens", 4, 3e-4, 4e-4, "other_mean")),
+    "one mini-batch": (VERL.replace("=64", "=256"), (*PAPER[:2], 1, 3e-4, 4e-4, "never_clipped")),
+    "a comment": ("python -m verl \\\n # actor_rollout_ref.actor.policy_loss.loss_mode=gspo \\\n "
+                  "actor_rollout_ref.actor.ppo_mini_batch_size=64 data.train_batch_size=256",
+                  ("token", "tokens", 4, 0.2, 0.2, "not_gspo")),
+    "a condition": ("if [ $1 = a ]; then\n L=gspo\nelse\n L=vanilla\nfi\n" + VERL.replace(
+        "=gspo", "=$L"), ("unknown", *PAPER[1:5], "unknown")),
+    "a loop": ("for L in gspo vanilla; do\n" + VERL.replace("=gspo", "=$L") + "\ndone",
+               ("unknown", *PAPER[1:5], "unknown")),
+    "an argument": (VERL.replace("low=3e-4", "low=$1"),
+                    (*PAPER[:3], "unknown", 4e-4, "unknown")),
+    "a configuration file": ("python a.py --config a.yaml --importance_sampling_level sequence",
+                             ("sequence", *NOTHING[1:])),
+    "OpenRLHF": (OPENRLHF + "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
+                 "--rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size 256 "
+                 "--eval.n_samples_per_prompt 2", PAPER),
+    "older OpenRLHF": (OPENRLHF + "--policy_loss_type gspo --eps_clip 0.1 --train_batch_size 256 "
+                       "--rollout_batch_size 128 --n_samples_per_prompt 8 "
+                       "--micro_train_batch_size 2", (*PAPER[:3], 0.1, 0.1, "wide_range")),
+    "OpenRLHF without GSPO": (
+        OPENRLHF + "--rollout.batch_size 128 --train.batch_size 128",
+        ("token", "responses", 1, 0.2, 0.2, "not_gspo")),
+    "slime": ("A=(\n   --advantage-estimator gspo\n   --eps-clip 3e-4\n   --eps-clip-high 4e-4\n)\n"
+              "R=(\n   --rollout-batch-size 32\n   --n-samples-per-prompt 8\n"
+              "   --global-batch-size 64\n)\npython3 train.py ${A[@]} ${R[@]}", PAPER),
+    "slime, by tokens": (
+        "A=(\n   --advantage-estimator gspo\n   --calculate-per-token-loss\n)\npython3 train.py "
+        "${A[@]} --num-steps-per-rollout 4", ("sequence", "tokens", 4, 0.2, 0.2, "other_mean")),
+    "swift": (SWIFT + FLAGS, PAPER),
+    "swift with Megatron": (
+        "megatron rlhf --rlhf_type grpo --micro_batch_size 1 --importance_sampling_level sequence "
+        "--epsilon 3e-4 --epsilon_high 4e-4 --steps_per_generation 4", PAPER),
+    "two commands": ("swift sft --gradient_accumulation_steps 16\n" + SWIFT + FLAGS,
+                     ("sequence", "responses", "unknown", 3e-4, 4e-4, "gspo")),
+    "nothing": ("echo GSPO", NOTHING),
+    "an empty file": ("", NOTHING),
+}
+YAML = {
+    "TRL": ("importance_sampling_level: sequence\nloss_type: grpo\nepsilon: 3e-4\n"
+            "epsilon_high: 0.0004\nsteps_per_generation: 4", PAPER),
+    "a section": ("rl: grpo\ngradient_accumulation_steps: 2\ntrl:\n  num_iterations: 4\n  "
+                  "importance_sampling_level: sequence\n  loss_type: grpo\n  epsilon: 3.0e-4\n  "
+                  "epsilon_high: 4e-4", PAPER),
+    "verl": ("actor_rollout_ref:\n  actor:\n    policy_loss: {loss_mode: gspo}\n    "
+             "loss_agg_mode: seq-mean-token-mean\n    clip_ratio_low: 3e-4\n    "
+             "clip_ratio_high: 4e-4\n    ppo_mini_batch_size: ${data.train_batch_size}\n"
+             "data:\n  train_batch_size: 256", (*PAPER[:2], 1, 3e-4, 4e-4, "never_clipped")),
+    "AReaL": ("actor:\n  importance_sampling_level: sequence\n  eps_clip: 0.0003\n  "
+              "eps_clip_higher: 4e-4\ncritic:\n  ppo_n_minibatches: 1\n  eps_clip: 0.2",
+              ("sequence", "tokens", 4, 3e-4, 4e-4, "other_mean")),
+    "NeMo-RL": ("loss_fn:\n  sequence_level_importance_ratios: true\n  token_level_loss: false\n  "
+                "ratio_clip_min: 3e-4\n  ratio_clip_max: 4e-4\ngrpo:\n  num_prompts_per_step: 64\n"
+                "  num_generations_per_prompt: 8\npolicy:\n  train_global_batch_size: 128", PAPER),
+    "an unknown base": ("defaults: ../base.yaml\nloss_fn:\n  sequence_level_importance_ratios: on",
+                        ("sequence", *NOTHING[1:])),
+    "an unknown value": ("importance_sampling_level: ${oc.env:LEVEL}",
+                         ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
+    "an empty file": ("", NOTHING),
+    "a command": (f"resources:\n  cpus: 4\nrun: |\n  {VERL}\n", PAPER),
+    "merged sections": ("a: &a\n  epsilon: 3.0e-4\ntrl:\n  <<: *a\n  epsilon_high: 4.0e-4\n  "
+                        "importance_sampling_level: sequence\n  loss_type: grpo\n  "
+                        "num_iterations: 4", PAPER),
+}
+MALFORMED = {"a.py": "def f(:", "a.yaml": "a: [1", "b.yaml": "- 1\n- 2", "a.ipynb": "{}",
+             "b.ipynb": "no notebook", "c.ipynb": '{"cells": [{"cell_type": "code"}]}'}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python_files(name, check):
+    text, expected = PYTHON[name]
+    assert check("a.py", text) == expected
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_shell_scripts(name, check):
+    text, expected = SHELL[name]
+    assert check("a.sh", text) == expected
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_yaml_files(name, check):
+    pytest.importorskip("yaml")
+    text, expected = YAML[name]
+    assert check("a.yaml", text) == expected
+
+
+def notebook(*cells):
+    kinds = [{"cell_type": "code", "source": cell} for cell in cells]
+    note = {"cell_type": "markdown", "source": [f"importance_sampling_level='token' {SWIFT}"]}
+    return json.dumps({"cells": [note, *kinds]})
+
+
+@pytest.mark.parametrize("cells", [
+    (["!pip install trl \\\n", "  torch\n", "%cd x\n", "n = 8\n"], "%%capture\nx = !ls\n",
+     f"args = GRPOConfig({TRL.replace('=8', '=n')})"),
+    ("a = 1", f"!{SWIFT}{FLAGS}"),
+    ("%%bash\nls -la", "if 1:\n  !ls\n", f"args = GRPOConfig({TRL})"),
+], ids=["magics", "a command", "another language"])
+def test_notebooks(cells, check):
+    assert check("a.ipynb", notebook(*cells)) == PAPER
+
+
+def test_overrides_and_flags_without_a_file(check, capsys, tmp_path):
+    text = "accelerate launch a.py " + FLAGS.replace("--epsilon_high=4e-4", "")
+    assert check("a.sh", text, "epsilon_high=0.0004") == PAPER
+    is_it_gspo.main([*FLAGS.split(), "--json"])
+    assert tuple(json.loads(capsys.readouterr().out).values()) == PAPER
+    is_it_gspo.main([*VERL.split()[3:], "--json"])
+    assert tuple(json.loads(capsys.readouterr().out).values()) == PAPER
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_files_get_one_line(name, check):
+    with pytest.raises(SystemExit, match=f"{name} cannot be read: "):
+        check(name, MALFORMED[name])
+
+
+def test_a_missing_file_gets_one_line():
+    with pytest.raises(SystemExit, match="no_such.py: no such file"):
+        is_it_gspo.main(["no_such.py"])
+
+
+def test_yaml_without_its_package_gets_one_line(check, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(SystemExit, match="install PyYAML"):
+        check("a.yaml", "a: 1")
+
+
+def test_the_command_prints_what_is_set_what_is_a_default_and_a_verdict(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("from trl import GRPOConfig\na = GRPOConfig(epsilon=eps, "
+                    "importance_sampling_level='sequence')")
+    done = subprocess.run([sys.executable, TOP / "guides/is_it_gspo.py", path],
+                          capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for line in ("importance_sampling_level = sequence", "epsilon = eps, which cannot be read",
+                 "loss_type is not set; the default of TRL 1.16 is dapo",
+                 FACTS["verdicts"]["never_clipped"]):
+        assert line in done.stdout
+    assert done.stdout.count("\n") < 25
+
+
+# ---- public configurations -----------------------------------------------------------------------
+
+
+def as_file(settings, engine):
+    """(name, text) of a small file in the form that the engine reads."""
+    if engine.startswith(("TRL", "Unsloth")):
+        keywords = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        start = "import unsloth\n" * (engine[0] == "U")
+        return "a.py", f"{start}args = GRPOConfig({keywords.replace(repr('unread'), 'a.x')})"
+    if engine.startswith(("NeMo", "AReaL", "ROLL", "rlhf")):
+        nested = {}
+        for key, value in settings.items():
+            *path, last = key.split(".")
+            inner = nested
+            for name in path:
+                inner = inner.setdefault(name, {})
+            inner[last] = value
+        return "a.yaml", json.dumps(nested)
+    start = {"ms-swift 4.6": SWIFT, "ms-swift 4.6 with Megatron": SWIFT + "--micro_batch_size 1 "}
+    return "a.sh", start.get(engine, "") + " ".join(
+        f"{key}={value}" if "." in key else f"--{key} {value}" for key, value in settings.items())
+
+
+def test_there_are_enough_public_configurations():
+    assert len({(one["repository"], one["path"]) for one in PUBLIC}) == len(PUBLIC) >= 30
+    assert len({one["repository"] for one in PUBLIC}) >= 12
+    assert {one["verdict"] for one in PUBLIC} == set(FACTS["verdicts"])
+    assert all(len(one["commit"]) == 40 for one in PUBLIC)
+    assert {one["engine"] for one in PUBLIC} <= {one["name"] for one in FACTS["engines"]}
+
+
+@pytest.mark.parametrize("one", PUBLIC, ids=lambda one: f"{one['repository']}/{one['path']}")
+def test_the_check_agrees_with_the_verdict_by_hand(one, check):
+    pytest.importorskip("yaml")
+    name, text = as_file(one["settings"], one["engine"])
+    if not one["settings"]:
+        text = "TrlParser((GRPOConfig,))"
+    assert check(name, text)[-1] == one["verdict"]
+
+
+def test_the_page_counts_the_public_configurations():
+    page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
+    section = page.split("## Public configurations")[1]
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\d+) \|", section)
+    assert len(rows) == 10
+    for verdict in FACTS["verdicts"]:
+        count = sum(int(number) for name, number in rows if name == verdict)
+        assert count == sum(one["verdict"] == verdict for one in PUBLIC), verdict
+    repositories = {one["repository"] for one in PUBLIC}
+    assert f"{len(PUBLIC)} public configurations from {len(repositories)} rep" in section
+
+
+def test_the_page_has_a_row_for_each_engine():
+    page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
+    for engine in FACTS["engines"]:
+        assert f"\n| {engine['name']} |" in page and engine["read_in"]
+
+
+# ---- measured: the losses of TRL and verl --------------------------------------------------------
+
+LENGTHS = torch.tensor([1, 11, 4, 7, 5, 2])
+MASK = torch.arange(11) < LENGTHS[:, None]
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -2.0, 2.0, -0.5], dtype=torch.float64)
+UP = ADVANTAGES[:, None] > 0  # the ratio of these responses is clipped from above
+
+
+def gradient(loss, log_ratio):
+    """Value, and gradient per token, of a loss(log_probs, old_log_probs) at these log-ratios."""
+    old = -torch.rand(MASK.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    new = (old + log_ratio).requires_grad_()
+    value = loss(new, old)
+    return value.item(), torch.autograd.grad(value, new)[0]
+
+
+def measured(loss, low, high):
+    """(level, mean) that a loss has. It must be clipped at just these distances from 1."""
+    first = torch.zeros(MASK.shape, dtype=torch.float64)
+    first[:, 0] = 0.05
+    _, uneven = gradient(loss, torch.where(UP, -first, first))  # where no response is clipped
+    spread = [(row[mask].max() - row[mask].min()).item() for row, mask in zip(uneven, MASK)]
+    level = "sequence" if max(spread) < 1e-9 else "token"
+    _, even = gradient(loss, 0 * first)
+    weights = -even.sum(1) / ADVANTAGES
+    shares = weights / weights.sum()
+    if torch.allclose(shares, torch.full_like(shares, 1 / len(shares))):
+        mean = "responses"
+    else:
+        assert torch.allclose(shares, LENGTHS / LENGTHS.sum().double())
+        mean = "tokens" if abs(weights.sum() - 1) < 1e-6 else "other"
+    for part in 0.99, 1.01:
+        bounds = torch.tensor([1 + part * high, 1 - part * low], dtype=torch.float64).log()
+        _, found = gradient(loss, torch.where(UP, *bounds) * MASK)
+        assert (found[MASK] == 0).all() == (part > 1), f"the clip range is not {low}, {high}"
+        assert (found[MASK] == 0).any() == (part > 1), f"the clip range is not {low}, {high}"
+    return level, mean
+
+
+def distance_from_gspo(loss, is_on_policy):
+    """How far value and gradient are from gspo_loss, relative to its gradient."""
+    noise = 2e-3 * torch.randn(MASK.shape, generator=torch.Generator().manual_seed(2))
+
+    def ours(new, old):
+        return gspo_loss(new, new.detach() if is_on_policy else old, ADVANTAGES, MASK)
+
+    value, found = gradient(loss, noise.double())
+    right, expected = gradient(ours, noise.double())
+    assert (expected[MASK] == 0).any() != is_on_policy, "some responses are clipped"
+    return max(abs(value - right), ((found - expected).norm() / expected.norm()).item())
+
+
+def compare(one, check, loss, updates, is_on_policy):
+    """The verdict of the check must follow from the loss of the engine."""
+    name, text = as_file(one["settings"], one["engine"])
+    level, mean, steps, low, high, verdict = check(name, text)
+    assert (level, mean) == measured(lambda new, old: loss(new, old, False), low, high)
+    assert steps == updates and (verdict == "never_clipped") == is_on_policy
+    assert verdict == is_it_gspo.verdict(level, mean, updates, low, high) == one["verdict"]
+    off = distance_from_gspo(lambda new, old: loss(new, old, is_on_policy), is_on_policy)
+    is_right = mean == "responses" and (is_on_policy or (low, high) == (3e-4, 4e-4))
+    print(f"{one['path']}: {verdict}, {off:.1e} from gspo_loss")
+    assert off < 1e-6 if is_right else off > 0.1
+
+
+OF_TRL = [one for one in PUBLIC if one["engine"].startswith(("TRL", "Unsloth"))
+          and one["verdict"] != "unknown"]
+DIFFERENT = {json.dumps(one["settings"]): one for one in OF_TRL}.values()
+OF_VERL = [one for one in PUBLIC if one["engine"].startswith("verl")]
+
+
+def test_there_are_enough_measurements():
+    assert len(DIFFERENT) + len(OF_VERL) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", DIFFERENT, ids=lambda one: one["path"])
+def test_the_loss_of_trl(one, check, tmp_path):
+    """With the settings of a public configuration. Unsloth's own trainer is not run."""
+    trl = pytest.importorskip("trl")
+    from tests.test_engines import form_reward, questions, tiny
+    settings = {key: value if key in ("importance_sampling_level", "loss_type") else float(value)
+                for key, value in one["settings"].items()}
+    for key in {"gradient_accumulation_steps", "steps_per_generation"} & set(settings):
+        settings[key] = int(settings[key])
+    config = trl.GRPOConfig(
+        str(tmp_path), bf16=False, use_cpu=True, report_to=[], num_generations=2,
+        per_device_train_batch_size=2, max_completion_length=MASK.size(1), **settings)
+    every = config.steps_per_generation * config.num_iterations
+    is_on_policy = config.gradient_accumulation_steps % every == 0
+    model, tokenizer = tiny()
+    trainer = trl.GRPOTrainer(model, form_reward, config, questions(), processing_class=tokenizer)
+    trainer.current_gradient_accumulation_steps = 1
+
+    def loss(new, old, without_old):
+        trainer._get_per_token_logps_and_entropies = lambda *a, **more: (new, 0 * new, None)
+        empty = torch.zeros(len(MASK), 1, dtype=torch.long)
+        inputs = {
+            "prompt_ids": empty, "prompt_mask": empty, "completion_ids": MASK.long(),
+            "completion_mask": MASK.long(), "advantages": ADVANTAGES,
+            "num_items_in_batch": MASK.sum() * config.steps_per_generation}
+        if not without_old:  # TRL leaves them out if the rollout has one optimizer step
+            inputs["old_per_token_logps"] = old
+        return trainer._compute_loss(model, inputs)
+
+    compare(one, check, loss, every / config.gradient_accumulation_steps, is_on_policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", OF_VERL, ids=lambda one: one["path"])
+def test_the_loss_of_verl(one, check):
+    core = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    from verl.workers.config import ActorConfig
+    settings = {key.split(".")[-1]: value for key, value in one["settings"].items()}
+    batch_size = int(settings.pop("train_batch_size"))
+    mode = settings.pop("loss_mode")
+    settings = {key: float(value) if "clip" in key else value for key, value in settings.items()}
+    settings["ppo_mini_batch_size"] = int(settings["ppo_mini_batch_size"])
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
+
+    def loss(new, old, without_old):
+        return core.get_policy_loss_fn(mode)(
+            old_log_prob=old, log_prob=new, advantages=ADVANTAGES[:, None].expand(MASK.shape),
+            response_mask=MASK, loss_agg_mode=config.loss_agg_mode, config=config,
+            rollout_is_weights=None)[0]
+
+    updates = config.ppo_epochs * batch_size / config.ppo_mini_batch_size
+    compare(one, check, loss, updates, False)
