@@ -20,8 +20,8 @@ failure says what to look at. Only behaviour is tested, so every correct file pa
     Eq. 2, 12        GRPO: a ratio for each token                     grpo_loss
     -                the fraction of tokens that clipping removes     clip_fraction
 
-To run fewer tests, add for example -k "SequenceRatio or GspoLoss". grading.py, which is beside this
-file or in lesson/, ends endless loops and prints the grade; `python test_gspo.py --help` explains
+To run fewer tests, add for example -k "SequenceRatio or GspoLoss". grader.py, which is beside this
+file or in homework/, ends endless loops and prints the grade; `python test_gspo.py --help` explains
 the rules. If gspo.py is beside this file, a function that fails is replaced by the correct one when
 the losses that call it are tested. Without gspo.py, the grade may therefore be lower.
 """
@@ -107,8 +107,8 @@ def place(test):
 
 
 def grader():
-    """The module grading.py, or None."""
-    for path in (FOLDER / "grading.py", FOLDER / "lesson" / "grading.py"):
+    """The module grader.py, or None."""
+    for path in (FOLDER / "grader.py", FOLDER / "homework" / "grader.py"):
         if path.is_file():
             spec = importlib.util.spec_from_file_location("grading", path)
             module = importlib.util.module_from_spec(spec)
@@ -844,7 +844,8 @@ class TestPromisesOfClipFraction:
 
 
 if __name__ == "__main__":         # hand-outs, and the grades of a class
-    teach = ANSWERS.parent / "lesson" / "teach.py"
-    if not teach.is_file():
+    grade = ANSWERS.parent / "homework" / "grade.py"
+    if not grade.is_file():
         sys.exit("start the tests with: python -m pytest -x test_gspo.py")
-    runpy.run_path(str(teach), run_name="__main__")
+    sys.argv.insert(1, "maths")
+    runpy.run_path(str(grade), run_name="__main__")

@@ -1,12 +1,13 @@
 """Logs of silent bugs: eight rollouts on the small world, with one mistake each and no error.
 
-    python -m homework.find_the_bug                             the exercise: bugs/ and its picture
-    python -m homework.find_the_bug --all                       all twelve bugs: results/bugs.md
+    python -m homework.find_the_bug                             the exercise: bugs.jsonl, bugs.png
+    python -m homework.find_the_bug --all                       a table of all twelve bugs
     python -m homework.find_the_bug --handout FOLDER --shuffle 5             an exercise for a class
     python -m homework.find_the_bug --handout FOLDER --shuffle 5 --seed 11   the same with new runs
 
-The published logs a to h are in bugs/, and their answers are in find_the_bug.md. A log that exists
-is not made again. A run takes about half a minute on an idle core, and is kept in runs/bugs/.
+The published logs a to h are in bugs.jsonl, and their answers are in find_the_bug.md. If bugs.jsonl
+is missing, its runs are made again. A run takes about half a minute on an idle core, and is kept in
+runs/bugs/.
 
 A hand-out is FOLDER with exercise.md, eight logs and their picture. --shuffle gives the seed with
 which the letters are shuffled. The key is not in FOLDER but beside it, in FOLDER-key.md. Nothing is
@@ -32,11 +33,11 @@ from matplotlib.figure import Figure
 import train_math
 from gspo import clipped_objective, group_advantages, gspo_loss
 from lesson import tiny
-from tools.logs import read
-from tools.plot import STYLES
+from tools.logs import read, read_packed, write, write_packed
+from tools.plot import STYLES, shrink
 
-FOLDER = Path(__file__).with_name("bugs")
-TABLE = FOLDER.parents[1] / "lesson" / "results" / "bugs.md"
+LOGS = Path(__file__).with_name("bugs.jsonl")
+PICTURE = LOGS.with_suffix(".png")
 FLAGS = [*tiny.FLAGS, "--learning_rate", "3e-4", "--eps_low", "0.003", "--eps_high", "0.004",
          "--max_steps", "8", "--save_steps", "8", "--instruction", ""]
 METRICS = ("reward", "response_length", "cut", "equal_reward_groups", "entropy", "loss",
@@ -256,22 +257,16 @@ def answers():
     return dict(zip(LETTERS, [*names, "nothing"]))
 
 
-def published(letter):
-    """The rows of a published log as the exercise shows them. A missing log is made."""
-    path = FOLDER / f"{letter}.jsonl"
-    if path.exists():
-        return read(path)
-    seed = SECOND_SEED if letter == "h" else 0
-    return [shown(row) for row in run(answers()[letter], seed)]
-
-
-def write_logs(logs, folder, picture):
-    """Writes {letter: rows} as a.jsonl, b.jsonl, ..., and their picture."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for letter, rows in logs.items():
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (folder / f"{letter}.jsonl").write_text("".join(lines))
-    draw(logs, folder / picture)
+def published():
+    """The published logs as the exercise shows them, {letter: rows}. If they are missing, they are
+    made."""
+    if not LOGS.exists():
+        logs = {}
+        for letter, name in answers().items():
+            seed = SECOND_SEED if letter == "h" else 0
+            logs[letter] = [shown(row) for row in run(name, seed)]
+        write_packed(LOGS, logs)
+    return read_packed(LOGS)
 
 
 def shown(row):
@@ -299,14 +294,17 @@ def hand_out(folder, shuffle, seed=None):
             raise FileExistsError(f"{path} exists already, so nothing was written")
     names = list(answers().values())
     if seed is None:
-        logs = [published(letter) for letter in LETTERS]
+        logs = list(published().values())
         source = "the published logs"
     else:
         logs = [[shown(row) for row in run(name, seed + i)] for i, name in enumerate(names)]
         source = f"new ones with the seeds {seed} to {seed + 7}"
     order = list(range(len(LETTERS)))
     random.Random(shuffle).shuffle(order)
-    write_logs({letter: logs[i] for letter, i in zip(LETTERS, order)}, folder, "logs.png")
+    folder.mkdir(parents=True)
+    for letter, i in zip(LETTERS, order):
+        write(folder / f"{letter}.jsonl", logs[i])
+    draw({letter: logs[i] for letter, i in zip(LETTERS, order)}, folder / "logs.png")
     lines = [f"| {name} | | |" for name in sorted(names)]
     (folder / "exercise.md").write_text(EXERCISE.format(lines="\n".join(lines)))
     lines = []
@@ -341,6 +339,7 @@ def draw(logs, path):
     figure.suptitle("Each row is a log. Six logs differ from a correct run in at least one panel.")
     figure.supxlabel("rollout (white squares: eval_reward, the accuracy on held-out questions)")
     figure.savefig(path, dpi=150)
+    shrink(path)
 
 
 def averages(rows):
@@ -368,7 +367,7 @@ def table():
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--all", action="store_true",
-                        help="run all twelve bugs, and write results/bugs.md")
+                        help="run all twelve bugs, and print a table of their metrics")
     parser.add_argument("--handout", type=Path, metavar="FOLDER",
                         help="write an exercise for a class to FOLDER")
     parser.add_argument("--shuffle", type=int, metavar="SEED",
@@ -390,12 +389,10 @@ def main(argv=None):
         print(f"the exercise: {args.handout}\nthe key, which is not for students: {key}")
         return
     if args.all:
-        TABLE.parent.mkdir(exist_ok=True)
-        TABLE.write_text(CAPTION + table())
-        print(TABLE.read_text(), end="")
+        print(CAPTION + table(), end="")
         return
-    write_logs({letter: published(letter) for letter in LETTERS}, FOLDER, "bugs.png")
-    print(f"{FOLDER}/a.jsonl to h.jsonl, and their picture, bugs.png")
+    draw(published(), PICTURE)
+    print(f"{LOGS}, and its picture, {PICTURE.name}")
 
 
 if __name__ == "__main__":

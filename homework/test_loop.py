@@ -88,11 +88,11 @@ def loaded(request):
     if "LOOP" not in os.environ:
         loop = load()
         return
-    spec = importlib.util.spec_from_file_location("grading", HERE / "grading.py")
-    grading = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(grading)
+    spec = importlib.util.spec_from_file_location("grader", HERE / "grader.py")
+    grader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(grader)
     os._exit = sys.exit            # to exit with code 0 is no success
-    grade = grading.Grader(request.session, PATH, place, {"tests": 100}, together=BLANKS[-1])
+    grade = grader.Grader(request.session, PATH, place, {"tests": 100}, together=BLANKS[-1])
     with grade.limit(LOAD_SECONDS):
         loop = load()
     grade.reset_torch()

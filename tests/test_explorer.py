@@ -1,16 +1,25 @@
-"""lesson/explorer.py: the numbers of the page are those of gspo.py and of the log."""
+"""lesson/explorer.html: its formulas and its data agree with gspo.py."""
+import base64
 import html
 import json
 import re
 import shutil
 import subprocess
+import zlib
 
 import pytest
 import torch
 
 import gspo
-from lesson import explorer
-from lesson.explorer import unpacked
+from tests.conftest import TOP
+
+UPDATES = 32
+SETTINGS = {  # of the runs: algorithm, eps_low, eps_high
+    "grpo": ("grpo", 0.2, 0.27),
+    "gspo": ("gspo", 0.01, 0.0133),
+    "none": ("gspo", 1.0, 1e9),
+}
+NODE = shutil.which("node")
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
                None)
@@ -18,22 +27,26 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 @pytest.fixture(scope="module")
 def text():
-    return explorer.PAGE.read_text(encoding="utf-8")
+    return (TOP / "lesson" / "explorer.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def data(text):
-    """The numbers that are embedded in the finished page."""
+    """The numbers that are embedded in the page."""
     return json.loads(re.search(r"^const D = (.*);$", text, re.MULTILINE)[1])
 
 
+def unpacked(text, dtype):
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=dtype).float()
+
+
 def log_s_of(run):
-    return unpacked(run["log_s"], torch.int16).reshape(explorer.UPDATES, 256) / 4000
+    return unpacked(run["log_s"], torch.int16).reshape(UPDATES, 256) / 4000
 
 
 def clipped_in_fact(log_ratio, advantage, name):
     """The fraction of clipped tokens of one response, from its log-ratios, by gspo.py."""
-    algorithm, low, high = explorer.RUNS[name]
+    algorithm, low, high = SETTINGS[name]
     log_ratio = log_ratio[None]
     mask = torch.ones_like(log_ratio)
     ratio = log_ratio.exp()
@@ -42,28 +55,14 @@ def clipped_in_fact(log_ratio, advantage, name):
     return gspo.clip_fraction(ratio, torch.tensor([advantage]), mask, low, high).item()
 
 
-def test_the_page_is_the_template_with_the_numbers(text, data):
-    new = explorer.page()
-    numbers = json.loads(re.search(r"^const D = (.*);$", new, re.MULTILINE)[1])
-    spread = torch.tensor([numbers.pop("spread"), data["spread"]], dtype=torch.float64)
-    assert torch.allclose(*spread, rtol=0.01, atol=0.02), "CPUs may draw other random numbers"
-    assert numbers == {name: x for name, x in data.items() if name != "spread"}
-
-    def around_the_numbers(page):
-        return re.sub(r"^const D = .*;$", "", page, flags=re.MULTILINE)
-
-    assert around_the_numbers(new) == around_the_numbers(text), "run python -m lesson.explorer"
-
-
-def test_works_offline_and_stays_small(text):
+def test_works_offline_and_stays_small(text, data):
     assert not re.search(r"https?:|\bsrc=|<link|@import|\bimport\(|fetch\(", text)
     assert len(text.encode()) < 400_000
-    assert explorer.LOG.stat().st_size < 300_000
-    template = explorer.TEMPLATE.read_text(encoding="utf-8").splitlines()
-    assert len(template) <= 433 and max(map(len, template)) <= 100
-    words = re.sub(r"<.*?>", "", " ".join(re.findall(r"<p>.*?</p>", text, re.DOTALL))).split()
-    words += " ".join(hint for *_, hint in explorer.PRESETS.values()).split()
-    assert 50 < len(words) <= 200
+    lines = [line for line in text.splitlines() if not line.startswith("const D = ")]
+    assert len(lines) <= 470 and max(map(len, lines)) <= 100
+    words = re.sub(r"<.*?>", "", " ".join(re.findall(r"<p.*?</p>", text, re.DOTALL))).split()
+    words += " ".join(hint for *_, hint in data["presets"].values()).split()
+    assert 50 < len(words) <= 360
 
 
 def test_the_pencil_example_is_that_of_gspo_py(data):
@@ -71,8 +70,9 @@ def test_the_pencil_example_is_that_of_gspo_py(data):
     assert torch.equal(before, torch.full((4,), 0.25))
     assert (now / before).tolist() == [2, 1, 1, 1]
     assert max(len(before) for before, *_ in data["presets"].values()) <= 8
-    assert data["ranges"] == {"GRPO": [0.2, 0.27], "GSPO": [3e-4, 4e-4],
-                              "GSPO in panel 3": [0.01, 0.0133]}
+    assert data["moments"] == [1, 8, 16, 32]
+    assert data["ranges"] == {"GRPO’s": [0.2, 0.27], "GSPO’s": [3e-4, 4e-4],
+                              "GSPO’s in panel 3": [0.01, 0.0133]}
 
 
 def test_spreads_with_the_length_as_sums_of_random_numbers_do(data):
@@ -89,7 +89,7 @@ def test_spreads_with_the_length_as_sums_of_random_numbers_do(data):
     assert outside[1, 0] == 0 and outside[0, 1] > 0.99  # nearly all token ratios leave GSPO's
 
 
-@pytest.mark.parametrize("name", explorer.RUNS)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_log_s_and_clipping_agree_with_the_ratios_of_the_tokens(data, name):
     run, step = data["log"][name], data["log"]["step"]
     lengths = [len(response) for response in step["responses"]]
@@ -99,7 +99,7 @@ def test_log_s_and_clipping_agree_with_the_ratios_of_the_tokens(data, name):
     levels = ["0" * 256, *run["clipped"]]
     for moment, row in enumerate(log_ratios):
         for i, log_ratio in enumerate(row.split(lengths)):
-            update = explorer.MOMENTS[moment - 1] if moment else i // 32
+            update = data["moments"][moment - 1] if moment else i // 32
             rounding = 0.035 * log_ratio.abs().mean().item() + 1e-3
             s = gspo.sequence_ratio(log_ratio[None], torch.zeros(1, len(log_ratio)),
                                     torch.ones(1, len(log_ratio)))
@@ -114,13 +114,13 @@ def test_log_s_and_clipping_agree_with_the_ratios_of_the_tokens(data, name):
             assert level == levels[update][i], (update, i)
 
 
-@pytest.mark.parametrize("name", explorer.RUNS)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_counts_are_those_of_the_log(data, name):
     run = data["log"][name]
     advantages = torch.tensor(data["log"]["step"]["advantages"])
     log_s = log_s_of(run)
-    assert len(run["counts"]) == 1 + explorer.UPDATES
-    for update in range(1, 1 + explorer.UPDATES):
+    assert len(run["counts"]) == 1 + UPDATES
+    for update in range(1, 1 + UPDATES):
         row = run["clipped"][update - 1]
         part, good, bad, median_good, median_bad = run["counts"][update]
         assert part == run["clipped_tokens"][update - 1]
@@ -148,21 +148,7 @@ def test_the_runs_differ_only_from_the_step_that_is_shown(data):
         assert rewards[data["step"]:] != gspo_rewards[data["step"]:]
 
 
-@pytest.mark.slow
-def test_the_log_has_what_the_lesson_counted(monkeypatch):
-    """One epoch of step 1, in which GSPO clips 156 of 256 responses before their first turn."""
-    monkeypatch.setattr(explorer, "FLAGS", [*explorer.FLAGS, "--max_steps", "1", "--epochs", "1"])
-    monkeypatch.setattr(explorer, "STEP", 1)
-    monkeypatch.setattr(explorer, "UPDATES", 8)
-    monkeypatch.setattr(explorer, "MOMENTS", [1, 8])
-    shared, run = explorer.logged_run("gspo")
-    assert run["rewards"] == [pytest.approx(50 / 256, abs=0.02)]  # CPUs round differently
-    assert len(shared["responses"]) == 256 and len(shared["questions"]) == 16
-    early = [i for i in range(32, 256) if run["clipped"][i // 32 - 1][i] != "0"]
-    assert len(early) == pytest.approx(156, abs=15)
-
-
-# ---- in a browser --------------------------------------------------------------------------------
+# ---- the script of the page ----------------------------------------------------------------------
 
 
 def one_response(old, new, ranges, advantage):
@@ -199,9 +185,7 @@ def random_cases(n):
     return cases
 
 
-SCRIPT = """<script>
-const errors = [];
-window.onerror = message => errors.push(message);
+DIFFERENCES = """
 const worst = CASES.map(([old, now, ranges, A, wanted]) => {
   const ratios = tokenRatios(old, now), s = sequenceRatio(ratios);
   const [grpo, gspo, none] = ranges;
@@ -212,6 +196,10 @@ const worst = CASES.map(([old, now, ranges, A, wanted]) => {
   if (found.length != wanted.length) return 1;
   return Math.max(...found.map((x, i) => Math.abs(x - wanted[i]) / Math.max(1, Math.abs(x))));
 });
+"""
+CLICKS = """
+const errors = [];
+window.onerror = message => errors.push(message);
 setTimeout(() => {
   $("presets").children[1].click();
   $("early").click();
@@ -234,14 +222,26 @@ setTimeout(() => {
   }
   document.title = JSON.stringify(shown);
 }, 1000);
-</script>"""
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node")
+def test_the_formulas_agree_with_gspo_py(text):
+    formulas = re.search(r"// ---- the formulas .*?\n(.*?)// ---- ", text, re.DOTALL)[1]
+    cases = f"const CASES = {json.dumps(random_cases(1000))};"
+    end = "console.log(JSON.stringify([worst.length, Math.max(...worst)]));"
+    done = subprocess.run([NODE, "-"], input="\n".join([formulas, cases, DIFFERENCES, end]),
+                          capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    number, worst = json.loads(done.stdout)
+    assert number == 1000 and worst < 1e-9
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
-def test_the_script_of_the_page_agrees_with_gspo_py(text, data, tmp_path):
+def test_the_page_in_a_browser(text, data, tmp_path):
     page = tmp_path / "page.html"
-    page.write_text(text + SCRIPT.replace("CASES", json.dumps(random_cases(1000))),
-                    encoding="utf-8")
+    script = DIFFERENCES.replace("CASES", json.dumps(random_cases(1000))) + CLICKS
+    page.write_text(f"{text}<script>{script}</script>", encoding="utf-8")
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
                f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
     done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=180)

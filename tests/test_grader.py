@@ -14,13 +14,14 @@ import torch
 
 import gspo
 import test_gspo
-from homework import class_grades, teach
-from homework.class_grades import functions_of
+from homework import grade
+from homework.grade import functions_of
 from tests.conftest import TOP
 
 GSPO = (TOP / "gspo.py").read_text(encoding="utf-8").partition('\nif __name__ == "__main__"')[0]
-FUNCTIONS = list(teach.BLANKS)
+FUNCTIONS = list(grade.FUNCTIONS)
 GIVEN = functions_of(GSPO)
+MATHS = grade.homeworks()["maths"]
 
 
 def run_tests(folder, gspo, *flags):
@@ -45,14 +46,14 @@ def changed(*changes):
 @pytest.fixture(scope="module")
 def handed_out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("class") / "homework"
-    teach.hand_out(folder, [])
+    grade.hand_out(MATHS, folder)
     return folder
 
 
 class TestHandOut:
     def test_keeps_the_docstrings_and_no_body(self, handed_out):
         names = {path.name for path in handed_out.iterdir()}
-        assert names == {"my_gspo.py", "test_gspo.py", "grading.py"}
+        assert names == {"my_gspo.py", "test_gspo.py", "grader.py"}
         stubs = functions_of((handed_out / "my_gspo.py").read_text(encoding="utf-8"))
         assert [*stubs] == FUNCTIONS
         for name, stub in stubs.items():
@@ -62,7 +63,7 @@ class TestHandOut:
 
     def test_has_no_answer_in_its_tests(self, handed_out):
         """No statement of gspo.py's functions, nor a call of torch that would do the work."""
-        for name in "test_gspo.py", "grading.py":
+        for name in "test_gspo.py", "grader.py":
             text = (handed_out / name).read_text(encoding="utf-8")
             nodes = list(ast.walk(ast.parse(text)))
             statements = {ast.unparse(node) for node in nodes if isinstance(node, ast.stmt)}
@@ -81,22 +82,20 @@ class TestHandOut:
         assert re.search("^total .* grade 0.0%$", done.stdout, re.MULTILINE)
 
     @pytest.mark.parametrize("names, said", [
-        ([], "grading.py exists already, so nothing was written"),
+        ([], "grader.py exists already, so nothing was written"),
         (["gspo_loss", "gpso_loss"], "there is no blank gpso_loss"),
     ])
     def test_overwrites_nothing_and_knows_its_blanks(
-            self, tmp_path, monkeypatch, capsys, names, said):
-        (tmp_path / "grading.py").write_text("mine")
-        argv = ["test_gspo.py", "--handout", str(tmp_path), *names]
-        monkeypatch.setattr(sys, "argv", argv)
+            self, tmp_path, capsys, names, said):
+        (tmp_path / "grader.py").write_text("mine")
         with pytest.raises(SystemExit) as stop:
-            teach.main()
+            grade.main(["maths", "--handout", str(tmp_path), *names])
         out, err = capsys.readouterr()
         assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and said in err
         assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
     def test_may_be_smaller(self):
-        stubs = functions_of(teach.assignment(["sequence_ratio", "gspo_loss"]))
+        stubs = functions_of(grade.maths_assignment(["sequence_ratio", "gspo_loss"]))
         assert [*stubs] == [*GIVEN]
         blank = [name for name in stubs if ast.unparse(stubs[name]) != ast.unparse(GIVEN[name])]
         assert blank == ["sequence_ratio", "gspo_loss"]
@@ -229,7 +228,7 @@ def _over_T(x, mask):
 def hasty(tmp_path_factory):
     """A folder with a copy of the tests whose limit of CPU time is one second."""
     folder = tmp_path_factory.mktemp("tests")
-    for path in TOP / "gspo.py", TOP / "test_gspo.py", TOP / "homework" / "grading.py":
+    for path in TOP / "gspo.py", TOP / "test_gspo.py", TOP / "homework" / "grader.py":
         text = path.read_text(encoding="utf-8")
         text = text.replace("\nCPU_SECONDS = 5 ", "\nCPU_SECONDS = 1 ")
         (folder / path.name).write_text(text, encoding="utf-8")
@@ -239,9 +238,9 @@ def hasty(tmp_path_factory):
 @pytest.fixture(scope="module")
 def grades(hasty):
     """The graded class, {name: row}."""
-    homework = dataclasses.replace(teach.homework(), tests=hasty / "test_gspo.py")
+    homework = dataclasses.replace(MATHS, tests=hasty / "test_gspo.py")
     texts = CLASS | {"starts": CLASS["starts"].replace("PID", str(hasty / "pid"))}
-    return {name: class_grades.grade(homework, f"{name}.py", text) for name, text in texts.items()}
+    return {name: grade.grade(homework, f"{name}.py", text) for name, text in texts.items()}
 
 
 def lost(row, kind):
@@ -345,10 +344,10 @@ class TestGrade:
 class TestHostileFiles:
     def test_end_where_no_signal_is_heard(self, hasty, tmp_path):
         """Copies of the tests and the grader have a limit of one second and no signal."""
-        grading = (hasty / "grading.py").read_text(encoding="utf-8")
-        grading = re.sub(r"\nSECONDS = 60 ", "\nSECONDS = 1 ", grading)
-        grading = re.sub("HAS_ALARM = .*", "HAS_ALARM = False", grading)
-        (tmp_path / "grading.py").write_text(grading, encoding="utf-8")
+        grader = (hasty / "grader.py").read_text(encoding="utf-8")
+        grader = re.sub(r"\nSECONDS = 60 ", "\nSECONDS = 1 ", grader)
+        grader = re.sub("HAS_ALARM = .*", "HAS_ALARM = False", grader)
+        (tmp_path / "grader.py").write_text(grader, encoding="utf-8")
         (tmp_path / "test_gspo.py").write_bytes((hasty / "test_gspo.py").read_bytes())
         (tmp_path / "hostile.py").write_text(HOSTILE)
         done = run_tests(tmp_path, "hostile.py", "--tb=no")
@@ -383,7 +382,7 @@ class TestHostileFiles:
         first = tmp_path / "first.py"
         first.write_text(f"open({str(later)!r}, 'w').close()\n1 / 0")
         full = {"file": "gspo.py", "grade": 100.0, "total maths": [1, 1], "remark": ""}
-        class_grades.grade_class(teach.homework(), [first, later], as_json=True, full=full)
+        grade.grade_class(MATHS, [first, later], as_json=True, full=full)
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert later.read_text() == ""
         assert "ZeroDivisionError" in rows[0]["remark"] and "SyntaxError" in rows[1]["remark"]
@@ -459,17 +458,17 @@ class TestRemarks:
         assert own.count("Mine.") == len(FUNCTIONS)
         other = own.replace("1 + eps_high", "eps_high + 1")
         given, same, less = (
-            class_grades.fingerprints(teach.homework(), text).items()
+            grade.fingerprints(MATHS, text).items()
             for text in (GSPO, own, other))
         assert given == same
         assert dict(given - less).keys() == {"clipped_objective", "clip_fraction"}
 
     def test_on_two_files_that_are_the_same(self, monkeypatch):
-        monkeypatch.setattr(class_grades, "results_of", lambda *_: (None, "not run", []))
+        monkeypatch.setattr(grade, "results_of", lambda *_: (None, "not run", []))
         seen = {}
         texts = {"ann": SIX_LINES, "bob": SIX_LINES.replace("centred", "c"), "cy": GSPO}
         same = []
         for name, text in texts.items():
-            row = class_grades.grade(teach.homework(), f"{name}.py", text, seen)
+            row = grade.grade(MATHS, f"{name}.py", text, seen)
             same.append("the same code as in ann.py" in row["remark"])
         assert same == [False, True, False]

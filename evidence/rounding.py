@@ -1,0 +1,306 @@
+"""How much of log s is rounding? Five settings of precision are compared on a real model.
+
+    OMP_NUM_THREADS=1 python -m evidence.rounding --gsm8k FOLDER [--model MODEL]
+
+This takes an hour on one core. MODEL is a folder or a hub id. By default, it is
+SmolLM2-135M-Instruct, and FOLDER has GSM8K's train.jsonl. 16 responses of 512 tokens to its first
+four questions are sampled once, in float32. Their first 32 and 128 tokens serve as shorter
+responses.
+
+In each setting, the log-probs of the responses are computed with the same weights in four ways: by
+the training forward, by the sampler (token by token with a KV cache), with 64 more columns of
+padding, and in micro-batches of 3 rows. Then four of the responses make one optimizer step of GSPO
+in float32 (AdamW, learning rate 1e-6, random rewards). log s of the other twelve is measured in
+each setting between the same two sets of weights. Its difference from log s in float32 is rounding.
+
+The published weights are bfloat16 numbers. A small step of a float32 copy then rounds back to the
+same bfloat16 numbers. This does not hold for weights in the middle of a training run. Therefore
+everything is measured on weights that were moved "off the grid", by up to half the distance to the
+next bfloat16 number. The optimizer step is also measured on the weights "as published".
+
+TF32 needs a GPU. On a CPU it is emulated: the inputs and weights of the linear layers (but not of
+the attention) are rounded to 10 bits, and the products are summed in float32. The measured values
+are written to rounding.jsonl in --output_dir. Those of the page are in logs/precision.jsonl.gz.
+"""
+import argparse
+import contextlib
+import copy
+import itertools
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from tqdm import tqdm
+
+import train_math
+from gspo import group_advantages, gspo_loss
+from support import sampling
+from tools.logs import read, write
+from tools.warm_up import given_rollout
+
+INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
+LENGTHS = 32, 128, 512
+PROMPTS, GROUP, LOW, HIGH = 4, 4, 3e-4, 4e-4
+STARTS = "off the grid", "as published"
+
+
+def tf32(x):
+    """x rounded to TF32's 10 bits of mantissa, with x's gradient."""
+    rounded = ((x.detach().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return x + (rounded - x).detach()
+
+
+def tf32_linear(layer, x):
+    return torch.nn.functional.linear(tf32(x), tf32(layer.weight), layer.bias)
+
+
+@contextlib.contextmanager
+def emulated_tf32():
+    forward = torch.nn.Linear.forward
+    torch.nn.Linear.forward = tf32_linear
+    try:
+        yield
+    finally:
+        torch.nn.Linear.forward = forward
+
+
+def autocast(dtype):
+    """A context without a cache, which would keep the weights from before the step."""
+    return lambda: torch.autocast("cpu", dtype, cache_enabled=False)
+
+
+SETTINGS = {  # name: (the weights' dtype, a context)
+    "float32": (torch.float32, contextlib.nullcontext),
+    "TF32, emulated": (torch.float32, emulated_tf32),
+    "bf16 autocast": (torch.float32, autocast(torch.bfloat16)),
+    "bf16 weights": (torch.bfloat16, contextlib.nullcontext),
+    "float16 autocast": (torch.float32, autocast(torch.float16)),
+}
+LOOKS = [  # of the settings in the picture
+    {"color": "#666666", "marker": "D", "linestyle": "-"},
+    {"color": "#009E73", "marker": "v", "linestyle": "--"},
+    {"color": "#CC79A7", "marker": "o", "linestyle": "-."},
+    {"color": "#882255", "marker": "P", "linestyle": "-"},
+    {"color": "#AA9900", "marker": "^", "linestyle": ":"},
+]
+
+
+def log_probs(model, batch):
+    return train_math.response_log_probs(model, batch, 1.0)
+
+
+def log_s(new, old):
+    """log s of each response that `new` has. new, old: {row: log-probs (n,)}."""
+    return [(new[i].double() - old[i].double()).mean().item() for i in sorted(new)]
+
+
+def forward(model, minibatches):
+    """{row: log-probs of its response (n,)}, by the training forward."""
+    return {row: values[mask] for batch in itertools.chain(*minibatches)
+            for row, values, mask in zip(batch.indices, log_probs(model, batch), batch.mask)}
+
+
+def generate(model, prompts, length):
+    no_ends = torch.tensor([], dtype=torch.long, device=model.device)
+    return train_math.generate(model, prompts, GROUP, length, 1.0, no_ends)
+
+
+def decode(model, prompts, responses):
+    """The sampler's log-probs (B, T) of given responses, which replace the tokens that it draws."""
+    columns = torch.tensor(responses, device=model.device).T[..., None]
+    columns = iter(tqdm(columns, desc="decode", leave=False))
+    with mock.patch.object(sampling, "draw_tokens", lambda probs: next(columns)):
+        return generate(model, prompts, len(responses[0]))[1]
+
+
+@torch.no_grad()
+def off_the_grid(model):
+    """The model's parameters, each changed by up to half the distance to the next bf16 number."""
+    moved = []
+    for p in model.parameters():
+        step = 2.0**-7 * p.abs().clamp(min=1e-30).log2().floor().exp2()
+        moved.append(p + (torch.rand_like(p) - 0.5) * step)
+    return moved
+
+
+@torch.no_grad()
+def set_parameters(model, values):
+    for p, value in zip(model.parameters(), values):
+        p.copy_(value)
+
+
+def float32_step(model, start, minibatch, cfg):
+    """The parameters after one optimizer step of GSPO from `start`, in float32."""
+    set_parameters(model, start)
+    for batch in minibatch:
+        new = log_probs(model, batch)
+        loss = gspo_loss(new, new, batch.advantages, batch.mask, LOW, HIGH, denominator=GROUP)
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.95),
+                                  weight_decay=0)
+    optimizer.step()
+    model.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def measure_length(model, n, sampled, starts, moved, build, cfg):
+    """{name of a measurement: log s of each response} for responses of n tokens."""
+    minibatches = build(n, cfg.micro_batch_tokens)
+    found = {}
+    with torch.no_grad():
+        old = forward(model, minibatches)
+    again = forward(model, minibatches[:1])  # with a graph for the gradient
+    found["again"] = log_s({row: values.detach() for row, values in again.items()}, old)
+    with torch.no_grad():
+        found["decode"] = log_s(dict(enumerate(sampled[:, :n])), old)
+        found["rows"] = log_s(forward(model, build(n, None)), old)
+        for start in STARTS:
+            set_parameters(model, starts[start])
+            before = forward(model, minibatches[1:])
+            set_parameters(model, moved[start, n])
+            found[start] = log_s(forward(model, minibatches[1:]), before)
+        set_parameters(model, starts[STARTS[0]])
+        for batch in itertools.chain(*minibatches):
+            batch.ids = torch.nn.functional.pad(batch.ids, (0, 64))
+            batch.mask = torch.nn.functional.pad(batch.mask, (0, 64))
+        found["padding"] = log_s(forward(model, minibatches), old)
+    return found
+
+
+def measure(model, prompts, responses, starts, moved, build, cfg):
+    """{length: {name of a measurement: log s of each response}} in one setting."""
+    set_parameters(model, starts[STARTS[0]])
+    sampled = decode(model, prompts, responses)
+    return {n: measure_length(model, n, sampled, starts, moved, build, cfg) for n in LENGTHS}
+
+
+def outside(values):
+    ratios = torch.tensor(values, dtype=torch.float64).exp()
+    return ((ratios < 1 - LOW) | (ratios > 1 + HIGH)).double().mean().item()
+
+
+def rounding(found, name, n):
+    """The standard deviation of the difference between log s in this setting and in float32, after
+    the optimizer step."""
+    pairs = zip(found[name][n][STARTS[0]], found["float32"][n][STARTS[0]])
+    return statistics.stdev(x - y for x, y in pairs)
+
+
+def cell(values):
+    return f"{statistics.stdev(values):.1e}, {outside(values):.0%} out"
+
+
+def table(found):
+    """Markdown: standard deviations of log s, with the fraction of responses outside of GSPO's clip
+    range."""
+    lines = ["| setting, tokens | sampler against forward | 64 more pad columns | micro-batches "
+             "of 3 rows | same micro-batch, max | after one step | apart from float32's | the step "
+             "on published weights |", "|" + "---|" * 8]
+    for name in found:
+        for n in map(str, LENGTHS):
+            own = found[name][n]
+            apart = "reference" if name == "float32" else f"{rounding(found, name, n):.1e}"
+            cells = [f"{name}, {n}", cell(own["decode"]), cell(own["padding"]), cell(own["rows"]),
+                     f"{max(map(abs, own['again'])):.1g}", cell(own[STARTS[0]]), apart,
+                     cell(own[STARTS[1]])]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(found, path):
+    """Two panels with the length on the horizontal axis: rounding with the same weights, and
+    rounding after an optimizer step, beside the change of log s that the step itself causes."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    for look, name in zip(LOOKS, found):
+        points = [statistics.stdev(found[name][str(n)]["decode"]) for n in LENGTHS]
+        axes[0].plot(LENGTHS, points, **look, label=name)
+        if name != "float32":
+            points = [rounding(found, name, str(n)) for n in LENGTHS]
+            axes[1].plot(LENGTHS, points, **look, label=f"rounding in {name}")
+    points = [statistics.stdev(found["float32"][str(n)][STARTS[0]]) for n in LENGTHS]
+    axes[1].plot(LENGTHS, points, color="black", marker="s", linewidth=2.5,
+                 label="the optimizer step itself")
+    titles = ("Same weights: log s between\nthe sampler and the training forward",
+              "After one optimizer step: log s by the step itself,\nand what rounding adds to it")
+    for axis, title in zip(axes, titles):
+        axis.axhline(LOW, color="#0072B2", linewidth=0.8, label="GSPO's lower clip range, 3e-4")
+        axis.set(xscale="log", yscale="log", xlabel="length of the responses (tokens)",
+                 title=title)
+        axis.set_xticks(LENGTHS, map(str, LENGTHS))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, loc=(0.02, 0.21), handlelength=4)
+    axes[0].set_ylabel("standard deviation of log s (log scale)")
+    half = [name for name in ("bf16 autocast", "bf16 weights") if name in found]
+    if half and all(rounding(found, name, str(n)) > LOW for name in half for n in LENGTHS):
+        figure.suptitle("Rounding in bf16 changes log s by more than GSPO's clip range")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def minibatches_of(prompts, responses, advantages, cfg):
+    """build(n, micro_batch_tokens): minibatches of the responses' first n tokens, in micro-batches
+    of 3 rows if micro_batch_tokens is None."""
+    asked = [p for p in prompts for _ in range(GROUP)]
+
+    def build(n, micro_batch_tokens):
+        cut = [response[:n] for response in responses]
+        tokens = micro_batch_tokens or 3 * max(map(len, prompts)) + 3 * n
+        own = replace(cfg, micro_batch_tokens=tokens)
+        return train_math.build_minibatches(given_rollout(asked, cut), advantages, own)
+
+    return build
+
+
+def by_setting(rows):
+    """{setting: its measurements}, in the order of the log."""
+    return {row["setting"]: row for row in rows}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gsm8k", type=Path, required=True,
+                        help="the folder with GSM8K's train.jsonl")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct",
+                        help="hub id or folder")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/rounding"))
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    cfg = train_math.Settings(device="cpu", minibatches=4, group_size=GROUP,
+                              micro_batch_tokens=4096, instruction=INSTRUCTION,
+                              dataset=str(args.gsm8k / "train.jsonl"))
+    questions = train_math.load_questions(cfg)[0][:PROMPTS]
+    model, tokenizer = train_math.load(args.model, cfg.device)
+    prompts = train_math.encode_prompts(tokenizer, questions, cfg)
+    torch.manual_seed(0)
+    advantages = group_advantages(torch.rand(PROMPTS * GROUP), GROUP)
+    starts = {STARTS[0]: off_the_grid(model),
+              STARTS[1]: [p.detach().clone() for p in model.parameters()]}
+    print("sampling in float32")
+    responses, _ = generate(model, prompts, max(LENGTHS))
+    build = minibatches_of(prompts, responses, advantages, cfg)
+
+    print("one step in float32, for each length and start")
+    moved = {}
+    for start, n in tqdm(list(itertools.product(STARTS, LENGTHS))):
+        minibatch = build(n, cfg.micro_batch_tokens)[0]
+        moved[start, n] = float32_step(model, starts[start], minibatch, cfg)
+    rows = []
+    for name, (dtype, setting) in tqdm(SETTINGS.items()):
+        with setting():
+            found = measure(copy.deepcopy(model).to(dtype), prompts, responses, starts, moved,
+                            build, cfg)
+        rows.append({"setting": name, **found})
+    log = args.output_dir / "rounding.jsonl"
+    write(log, rows)
+    print(table(by_setting(read(log))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,572 @@
+"""evidence/ and lesson/seeds.py: the tables follow from the logs, the losses have the gradients of
+their formulas, and no run is made twice."""
+import functools
+import itertools
+import json
+import math
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import tensor
+from torch.testing import assert_close
+
+import train_math
+from evidence import (
+    compare,
+    learning_rates,
+    parts,
+    rounding,
+    settings,
+    speed,
+    successors,
+    sums,
+    tables,
+)
+from gspo import clip_fraction, sequence_ratio
+from lesson import seeds, tiny
+from tests.conftest import TOP, one_line, rollout_of
+from tools.logs import mean_difference, read, read_packed, write, write_packed
+
+# ---- tables and pictures -------------------------------------------------------------------------
+
+
+def test_the_tables_follow_from_the_logs_byte_for_byte():
+    assert tables.page() == (tables.HERE / "tables.md").read_text(encoding="utf-8")
+
+
+def test_each_picture_can_be_drawn_from_the_logs(monkeypatch):
+    drawn = set()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
+                        lambda figure, path, **settings: drawn.add(path))
+    monkeypatch.setattr(seeds.plot, "shrink", lambda path: None)
+    tables.draw_pictures()
+    seeds.draw_collapse(seeds.fresh_runs(), seeds.PICTURE)
+    assert {*tables.HERE.glob("*.png"), seeds.PICTURE} == drawn
+
+
+def test_the_command_writes_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "page", lambda: "± a table\n")
+    tables.main([])
+    assert (tmp_path / "tables.md").read_text(encoding="utf-8") == "± a table\n"
+
+
+def test_a_run_that_ends_below_its_own_start_has_collapsed():
+    """The second number counts greedy accuracies below 35%, which a start can have, too."""
+    ends = [(-0.01, 0.5), (0.01, 0.34), (0.0, 0.35), (None, 0.1), (-0.5, None)]
+    assert tables.counted(ends) == ["2 of 4", "2 of 4"]
+    assert tables.counted([(None, 0.1)]) == ["-", "1 of 1"]
+
+
+def test_neighbouring_steps_are_correlated():
+    assert tables.correlation_of_neighbours([1, -1, 1, -1]) == -0.75
+    assert tables.correlation_of_neighbours([1, 1, -1, -1]) == 0.25
+
+
+@pytest.mark.parametrize("page", ["lesson/README.md", "homework/find_the_bug.md"])
+def test_pages_show_the_means_of_the_changed_gradients(page):
+    means = []
+    for line in tables.gradients(tables.logs("lesson")["gradients"]).splitlines():
+        cells = [re.sub(r" \(.*\)", "", cell.strip()) for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and "±" in cells[4]:
+            norm, _, reward, difference, accuracy, _ = cells[1:]
+            means.append((f"{float(norm):.2g}", reward, difference, accuracy))
+    text = (TOP / page).read_text(encoding="utf-8")
+    rows = [tuple(row) for row in re.findall(
+        r"^\|[^|]*\| (\S+) \| (\S+%) \| ([+-]\S+ ± \S+) \| (\d+\.\d%).* \|$", text, re.M)]
+    rows = [(f"{float(norm):.2g}", *others) for norm, *others in rows]
+    assert len(rows) >= 3 and set(rows) <= set(means)
+
+
+def test_each_word_of_the_comparison_with_trl_is_one_token():
+    """Otherwise the prompts are longer than planned, and a minibatch has two micro-batches."""
+    tokenizer = speed.make_tokenizer(512)
+    assert tokenizer("w12 w3 w100").input_ids == [12, 3, 100]
+
+
+# ---- comparisons on tiny models ------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(fresh):
+    return fresh[0]
+
+
+@pytest.fixture
+def batch():
+    """log_probs, old_log_probs, advantages, mask of 6 responses of 2 to 7 tokens. Some ratios are
+    beyond any clip range."""
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, 7, generator=g) * 3
+    new = old + 0.3 * torch.randn(6, 7, generator=g)
+    advantages = torch.randn(6, generator=g)
+    lengths = torch.arange(2, 8)
+    mask = torch.arange(7) < lengths[:, None]
+    return new, old, advantages, mask
+
+
+def gradient(loss, batch, eps=(0.01, 0.02), **extra):
+    log_probs, *others = batch
+    log_probs = log_probs.clone().requires_grad_()
+    value = loss(log_probs, *others, *eps, 6, **extra)
+    value.backward()
+    return log_probs.grad
+
+
+# What a response with the token ratios r (n,) and the advantage a adds to the gradient of the
+# objective. In the order of the table below.
+
+
+def inside(r, a, low, high):
+    return r < high if a > 0 else r > low
+
+
+def sapo(r, a, n, low, high):
+    tau = high if a > 0 else low
+    odds = (tau * (r - 1)).exp()
+    gate = odds / (1 + odds)
+    return 4 * gate * (1 - gate) * r * a / n
+
+
+def gmpo(r, a, n, low, high):
+    low = math.exp(-low)
+    high = math.exp(high)
+    if a > 0:
+        clipped = r.clamp(max=high)
+    else:
+        clipped = r.clamp(min=low)
+    mean = clipped.prod() ** (1 / n)
+    return a * mean / n * inside(r, a, low, high)
+
+
+def fspo(r, a, n, low, high):
+    low = math.exp(-low * n**0.5)
+    high = math.exp(high * n**0.5)
+    whole = r.prod()
+    return a * whole * inside(whole, a, low, high)
+
+
+def gspo(r, a, n, low, high):
+    s = r.prod() ** (1 / n)
+    return a * s / n * inside(s, a, 1 - low, 1 + high)
+
+
+def luspo(r, a, n, low, high):
+    return n * gspo(r, a, n, low, high)
+
+
+def grpo(r, a, n, low, high):
+    return tokens(r, a, n, low, high) / n
+
+
+def tokens(r, a, n, low, high):
+    return a * r * inside(r, a, 1 - low, 1 + high)
+
+
+def cispo(r, a, n, low, high):
+    return a * r.clamp(max=1 + high)
+
+
+def token_weight_and_sequence_gate(r, a, n, low, high):
+    return a * r / n * inside(r.prod() ** (1 / n), a, 1 - low, 1 + high)
+
+
+def capped(r, a, n, low, high):
+    return a * r.clamp(max=1.1) / n
+
+
+def quarter_of_negatives(r, a, n, low, high):
+    return grpo(r, a, n, low, high) * (1 if a > 0 else 0.25)
+
+
+class TestLosses:
+    mean_length = 4.5  # of responses of 2 to 7 tokens
+
+    @pytest.mark.parametrize("loss, weights, low, high, divisor", [
+        (successors.sapo_loss, sapo, 5.0, 3.0, 1),
+        (successors.gmpo_loss, gmpo, 0.1, 0.15, 1),
+        (successors.fspo_loss, fspo, 0.1, 0.2, 1),
+        (successors.fspo_200_loss, fspo, 0.1, 0.2, 200),
+        (successors.luspo_loss, luspo, 0.01, 0.02, 1),
+        (successors.luspo_200_loss, luspo, 0.01, 0.02, 200),
+        (successors.gspo_200_loss, gspo, 0.01, 0.02, 1 / 200),
+        (successors.dapo_loss, tokens, 0.1, 0.2, mean_length),
+        (successors.dr_grpo_loss, tokens, 0.1, 0.2, successors.BUDGET),
+        (successors.cispo_loss, cispo, None, 0.2, mean_length),
+        (parts.surrogate("token", "token"), grpo, 0.1, 0.2, 1),
+        (parts.surrogate("sequence", "sequence"), gspo, 0.01, 0.02, 1),
+        (parts.surrogate("token", "sequence"), token_weight_and_sequence_gate, 0.01, 0.02, 1),
+        (parts.surrogate("token", "one", cap=1.1), capped, 0.01, 0.02, 1),
+        (parts.surrogate("token", "token", negatives=0.25), quarter_of_negatives, 0.1, 0.2, 1),
+    ])
+    def test_have_the_gradient_of_their_formula(self, batch, loss, weights, low, high, divisor):
+        new, old, advantages, mask = batch
+        padded = new.masked_fill(~mask, math.nan), old, advantages, mask
+        given = gradient(loss, padded, (low, high))
+        expected = torch.zeros_like(given)
+        for i, a in enumerate(advantages):
+            own = mask[i]
+            r = (new - old)[i, own].exp()
+            pushed = weights(r, a, len(r), low, high)
+            expected[i, own] = -pushed / divisor / 6
+        assert_close(given, expected)
+        if weights not in (sapo, cispo, capped):
+            dropped = given[mask] == 0
+            assert dropped.any() and not dropped.all()
+
+    def test_dr_grpo_does_not_divide_by_the_standard_deviation(self):
+        rewards = tensor([3.0, 0, 0, 1, 1, 1])
+        centred = successors.centred_advantages(rewards, 3)
+        assert centred.tolist() == [2, -1, -1, 0, 0, 0]
+
+
+def test_rounding_decodes_given_responses(model):
+    prompts = [[5, 6], [7]]
+    responses, log_probs = rounding.generate(model, prompts, 6)
+    assert_close(rounding.decode(model, prompts, responses), log_probs)
+
+
+class TestTasks:
+    def test_fibonacci_has_correct_answers(self):
+        for seed in range(50):
+            rng = random.Random(seed)
+            row = parts.fibonacci(rng, 3, 30)
+            a, b, label = row["question"]
+            a, b = int(a), int(b)
+            n = parts.LABELS.index(label) + 1
+            for _ in range(n):
+                a, b = b, (a + b) % 10
+            assert row["answer"] == f"#### {b}"
+            assert row["worked"].endswith(f"\n#### {b}")
+            assert len(row["worked"]) == 6 * n + 7
+
+    @pytest.mark.parametrize("task", ["long", "short", "30 tokens"])
+    def test_held_out_questions_are_not_trained_on(self, task):
+        questions = settings.TASKS[task].questions
+        held_out = {row["question"] for row in questions("held out", 256)}
+        assert len(held_out) > 50
+        for seed in range(9):
+            trained = {row["question"] for row in questions(seed, 192)}
+            assert not held_out & trained
+
+    def test_a_label_after_the_answer_is_not_an_exponent(self):
+        texts = ["a3+4=7\n#### 7", "a3+4=7\n#### 7e3+4=7", "a3+4=7\n#### 8", "7"]
+        rewards = parts.task_reward(None, texts, ["#### 7"] * 4)
+        assert rewards == [1, 1, 0, 0]
+
+
+class TestRuns:
+    GRADIENTS = {}  # {kind of a variant: its gradient norms}, because experiments share variants
+
+    @pytest.fixture
+    def small(self, tmp_path, monkeypatch):
+        """Two rollouts of 4 x 4 responses of a model with random weights. The reward is 1 if the
+        number of different letters is odd."""
+        def questions(seed, n):
+            return [{"question": "Eve?", "answer": "#### 1"}] * (8 if seed == "held out" else n)
+
+        def reward(prompts, completions, answer, **columns):
+            return [float(len(set(completion)) % 2) for completion in completions]
+
+        own = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
+        for name in settings.TASKS:
+            task = settings.Task(lambda *_: None, questions, own)
+            monkeypatch.setitem(settings.TASKS, name, task)
+        common = settings.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
+        monkeypatch.setattr(settings, "COMMON", common)
+        monkeypatch.setattr(compare, "COLD", tmp_path)
+        monkeypatch.setattr(parts, "task_reward", reward)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", [x for x in settings.EXPERIMENTS if x not in settings.RETIRED])
+    def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
+        gradients = {}
+        for spec in tables.variants_of(name):
+            same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
+            kind = json.dumps(spec | same, sort_keys=True)
+            if kind not in self.GRADIENTS:
+                row = compare.run({**spec, "max_steps": 2}, 0, 5)
+                assert len(row["reward"]) == 2
+                assert json.loads(json.dumps(row)) == row
+                self.GRADIENTS[kind] = json.dumps(row["grad_norm"])
+            gradients[kind] = self.GRADIENTS[kind]
+        assert len(set(gradients.values())) == len(gradients), "a part has no effect"
+
+    def test_that_exist_are_not_repeated(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(compare.multiprocessing, "get_context", None)  # must not be called
+        path = tmp_path / "runs.jsonl.gz"
+        variants = tables.variants_of("range_few") + tables.variants_of("greedy")[1:2]
+        assert len(compare.missing(variants + variants, 2, 2, path)) == 16, "each run once"
+        rows = []
+        for spec, seed in itertools.product(variants, (0, 1, 100, 101)):
+            rows.append({"variant": spec, "cold": seed // 100, "seed": seed})
+        another = settings.variant("grpo", 0.3)  # a variant of another experiment
+        write_packed(path, {"runs": [*rows, rows[-1] | {"variant": another}]})
+        assert compare.run_all(variants, 2, 2, 1, path) == rows
+
+    @pytest.mark.parametrize("pieces, eps", [
+        ({}, [0.01, 0.02]),
+        ({"loss": ["sequence", "token", None]}, [0.1, 0.2]),
+        ({"loss": ["one", "one", None]}, 0.99),
+        ({"successor": "luspo"}, [0.01, 0.02]),
+        ({"successor": "dapo"}, [0.1, 0.2]),
+        ({"successor": "dapo"}, [0.99, 0.2]),
+        ({"successor": "dr_grpo"}, [0.1, 0.2]),
+        ({"successor": "gmpo"}, [0.1, 0.15]),
+        ({"successor": "sapo"}, [1.05, 1.0]),
+        ({"successor": "cispo"}, [1, 0.2]),
+    ])
+    def test_have_the_clip_fraction_of_their_own_clip(self, batch, pieces, eps):
+        spec = settings.variant("gspo", eps, **pieces)
+        algorithm = compare.algorithm_of(spec)
+        new, old, advantages, mask = batch
+        own = algorithm.eps_low, algorithm.eps_high
+        clipped = gradient(algorithm.loss, batch, own)[mask] == 0
+        ratio = (new - old).exp()
+        if algorithm.ratio == "sequence":
+            ratio = sequence_ratio(new, old, mask)
+        logged = clip_fraction(ratio, advantages, mask, *own)
+        assert_close(logged, clipped.float().mean())
+        if eps in ([0.01, 0.02], [0.1, 0.2], [0.1, 0.15]):
+            assert 0 < logged < 1
+
+
+# ---- tuned learning rates ------------------------------------------------------------------------
+
+
+def test_the_interval_is_student_s_over_paired_differences():
+    shared = [random.Random(0).random() for _ in range(6)]
+    more = [share + 0.01 * gain for share, gain in zip(shared, (1, 2, 3, 4, 5, 6))]
+    assert mean_difference(more, shared) == "+3.5 ± 2.0"  # 2.571 * 1.871 / sqrt(6) = 1.96
+    assert mean_difference(more, shared, narrowest=3) == "+3.5 ± 3.0*"
+    assert mean_difference(shared[:1], more[:1]) == "-1.0"
+    with pytest.raises(ValueError):
+        mean_difference(more, shared[:5])
+
+
+def test_a_run_has_its_settings_and_is_not_made_twice(tmp_path, monkeypatch):
+    """Here it diverges, so it has no correct answer."""
+    trained = []
+
+    def train(spec, model, tokenizer, seed):
+        trained.append((spec, seed))
+        raise FloatingPointError("the loss is not finite")
+
+    monkeypatch.setattr(learning_rates, "LOG", tmp_path / "log.jsonl.gz")
+    monkeypatch.setattr(learning_rates.train_math, "load", lambda folder, device: (None, None))
+    monkeypatch.setattr(compare, "cold_start", lambda task, start: {"1.0": 0.3})
+    monkeypatch.setattr(compare, "cold_folder", lambda task, start: None)
+    monkeypatch.setattr(compare, "train", train)
+    for _ in range(2):
+        learning_rates.run("long", 17, "GRPO", 2e-4)
+    assert trained == [(settings.variant("grpo", 0.1, learning_rate=2e-4), 1700)]
+    (line,) = read_packed(learning_rates.LOG)["runs"]
+    assert line["problem"] == "the loss is not finite"
+    assert {*line["validation"].values(), *line["held out"].values()} == {0.0}
+
+
+def test_what_is_chosen_depends_on_the_validation_questions_alone():
+    found = {}
+    for name, rate in tables.GRID:
+        best = 0.5 + 0.1 * (rate == 2e-4)
+        validation = {"1.0": best, "0.7": best + 0.2, "0.5": best}
+        held_out = {"1.0": 1 - best, "0.7": 0.0, "0.5": 1.0, "0.0": 1.0}
+        found[name, rate] = [{"validation": validation, "held out": held_out}]
+    for name in tables.RATES:
+        assert tables.choice(found, name) == (2e-4, "0.7")
+
+
+# ---- multiplication problems ---------------------------------------------------------------------
+
+
+class TestQuestions:
+    def test_held_out_products_are_in_no_training_question(self):
+        questions, held_out = sums.make_questions()
+        assert len(held_out) == 256
+        train = {frozenset(row["factors"]) for row in questions}
+        test = {frozenset(row["factors"]) for row in held_out}
+        assert not train & test
+        assert len(train) + len(test) == len(questions) + 256, "no product occurs twice"
+
+    def test_the_answer_is_the_product_of_the_numbers_in_the_question(self):
+        for row in sums.make_questions()[1]:
+            a, b = row["factors"]
+            assert int(a) * int(b) == int(row["answer"])
+            assert f" {a} boxes of {b} " in row["question"]
+
+
+@pytest.mark.parametrize("text, reward", [
+    ("3 * 17 = 51", 1.0),
+    ("3 * 17 = 51.0 books.", 1.0),
+    ("51 = 3 * 17", 0.0),
+    ("3 * 17 = 52", 0.0),
+    ("", 0.0)])
+def test_only_the_last_number_is_rewarded(text, reward):
+    assert sums.last_number_reward(None, [text], ["51"], factors=[["3", "17"]]) == [reward]
+
+
+def test_welch_s_interval():
+    """By hand: variances of the means 1/3 and 2/3, 4.9 degrees of freedom, t 2.776."""
+    assert sums.welch([0.01, 0.02, 0.03], [0.0, 0.02, 0.04, 0.02]) == "+0.0 ± 2.8"
+
+
+def test_another_dataset_is_refused_in_one_line():
+    assert "makes its own questions" in one_line(sums.main, "--dataset", "my.jsonl")
+
+
+@pytest.fixture(scope="module")
+def flags(world):
+    """The flags of a run with one small step, on the model with random weights."""
+    return ["--model", str(world / "model"), "--max_steps", "1", "--max_completion_length", "2",
+            "--device", "cpu"]
+
+
+def test_a_run_has_all_answers_of_both_models(flags, tmp_path):
+    sums.main([*flags, "--output_dir", str(tmp_path)])
+    for when, temperatures in sums.TEMPERATURES.items():
+        answers = read(tmp_path / f"{when}.jsonl")
+        asked = [temperature for temperature in temperatures for _ in range(256)]
+        assert [row["temperature"] for row in answers] == asked
+
+
+def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, flags):
+    asked = []
+    trained = []
+
+    def load(name, device):
+        asked.append(str(name))
+        return None, None
+
+    def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
+        asked.append(temperature)
+        if temperature == 0.6 and len(asked) < 5:
+            raise KeyboardInterrupt
+        n = len(questions)
+        return rollout_of([[1]] * n, [[1, 2]] * n)
+
+    def train(argv, reward):
+        cfg = sums.train_math.parse_settings(argv)
+        trained.append(cfg)
+        folder = Path(cfg.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        shown = vars(cfg) | {"eps_low": cfg.clip_range()[0]}
+        write(folder / "metrics.jsonl", [{"step": 0, "settings": shown}])
+
+    monkeypatch.setattr(sums.train_math, "load", load)
+    ask = functools.partial(sums.train_math.evaluate, sample=sample)
+    monkeypatch.setattr(sums.train_math, "evaluate", ask)
+    monkeypatch.setattr(sums.train_math, "main", train)
+    command = [*flags, "--output_dir", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        sums.main(command)
+    sums.main(command)
+    trained_model = str(tmp_path / "training" / "model")
+    model = flags[1]
+    assert asked == [model, 0.0, 0.3, 0.6, model, 0.6, 1.0, model, 0.0,
+                     trained_model, 0.0, 1.0, trained_model, 0.0]
+    assert len(trained) == 2, "the run was resumed, and nothing was left to do"
+    sums.main(command)
+    assert len(asked) == 14
+    assert len(trained) == 2
+    assert trained[0].eps_low == 3e-2
+    assert trained[0].max_steps == 1
+    assert trained[0].dataset == str(tmp_path / "data")
+    assert trained[0].output_dir == str(tmp_path / "training")
+    for name, value in ("model", "x"), ("seed", "1"), ("algorithm", "grpo"), ("max_steps", "2"):
+        assert f"has another {name}" in one_line(sums.main, *command, f"--{name}", value)
+    other = tmp_path / "grpo"
+    other.mkdir()
+    shutil.copy(tmp_path / "before.jsonl", other)
+    asked.clear()
+    sums.main([*flags, "--output_dir", str(other), "--algorithm", "grpo"])
+    model_after = str(other / "training" / "model")
+    assert asked == [model, 0.0, model_after, 0.0, 1.0, model_after, 0.0], "before.jsonl is there"
+    assert trained[2].clip_range()[0] == 0.2, "GRPO has its own range"
+
+
+# ---- the small world of the lesson ---------------------------------------------------------------
+
+
+def test_every_fresh_run_has_the_settings_of_the_plan():
+    found = seeds.runs_of("report")
+    assert found and set(found) <= {(name, *pair) for name in seeds.STYLES for pair in seeds.FRESH}
+    plan = (TOP / "evidence" / "plans" / "lesson.md").read_text()
+    for (name, _, seed), rows in found.items():
+        settings = rows[0]["settings"]
+        assert settings["seed"] == seed
+        assert settings["learning_rate"] == 4.5e-4
+        if name in seeds.RANGES:
+            assert f"--eps_low {settings['eps_low']} --eps_high {settings['eps_high']}" in plan
+
+
+def test_a_run_of_the_lesson_is_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(seeds, "LOG", tmp_path / "log.jsonl.gz")
+    monkeypatch.chdir(tmp_path)
+    line = {"variant": "GSPO", "world": 0, "seed": 1, "rows": [{"step": 0}]}
+    write_packed(seeds.LOG, {"report": [line]})
+    made = []
+    monkeypatch.setattr(seeds.tiny, "world", lambda world: made.append(world))
+    monkeypatch.setattr(seeds.tiny, "main", lambda flags: made.append(flags))
+    seeds.run("report", "GSPO", [], 0, 1)
+    assert made == []
+    with pytest.raises(FileNotFoundError):  # another seed is made; here tiny.main leaves no model
+        monkeypatch.setattr(seeds.train_math, "load", lambda *names: open("nothing"))
+        seeds.run("report", "GSPO", [], 0, 2)
+    assert len(made) == 2
+
+
+def test_the_first_command_of_the_lesson_has_the_settings_of_the_plan():
+    assert tiny.FLAGS[tiny.FLAGS.index("--learning_rate") + 1] == seeds.LEARNING_RATE[1]
+    for algorithm in seeds.RANGES:
+        flags = seeds.clipped(algorithm, seeds.chosen_range(algorithm))
+        assert flags[2:] == tiny.RANGES[algorithm.lower()]
+
+
+def test_the_lesson_shows_lines_of_the_logged_runs():
+    """The lines stand in the order of these runs; the seconds are not compared."""
+    page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+              if block.startswith("step ")]
+    runs = seeds.runs_of("lesson")
+    shown = "GSPO", "one update", "no clip", "GRPO"
+    assert len(blocks) == len(shown)
+    for name, block in zip(shown, blocks):
+        rows = {row["step"]: row for row in runs[name, 0, 0]}
+        for line in block.splitlines():
+            step = int(re.match(r"step (\d+)/16", line)[1])
+            for metric, value in re.findall(r"(\w+) ([\d.]+)(?:  |$)", line.partition("  ")[2]):
+                if metric != "seconds":
+                    assert f"{rows[step][metric]:.3g}" == value, (name, line, metric)
+
+
+def test_visits_count_the_responses_that_never_contribute():
+    visits = seeds.Visits()
+    mask = torch.ones(4, 2)
+    old = torch.zeros(4, 2)
+    advantages = torch.tensor([1.0, 1.0, -1.0, 0.0])
+    for moved in [0.1, -0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.1]:
+        log_probs = torch.tensor(moved)[:, None].expand(4, 2)
+        visits.loss(log_probs, old, advantages, mask, 0.01, 0.01, denominator=4)
+    visits.on_step({"step": 1})
+    assert visits.rows == [{"step": 1, "visits": 2, "responses": 3,
+                            "clipped_at_first_visit": 1, "clipped_at_all_visits": 1}]
+
+
+def test_advantages_per_turn_leave_out_responses_without_any(tiny):
+    """As in a conversation: train_math.build_minibatches and equal_reward_groups also accept
+    advantages (B, n)."""
+    model, _ = tiny
+    cfg = train_math.Settings(device="cpu", group_size=2, minibatches=1)
+    advantages = torch.tensor([[0.0, 1], [0, 0], [0, 0], [0, 0]])
+    sampled = torch.full((4, 2), -1.0)
+    rollout = rollout_of([[3]] * 4, [[4, 5]] * 4, sampled)
+    minibatches = train_math.build_minibatches(rollout, advantages, cfg)
+    (batch,) = minibatches[0]
+    assert batch.indices == [0] and torch.equal(batch.advantages, advantages[:1])
+    batch.old_log_probs = train_math.response_log_probs(model, batch, 1.0).detach()
+    row = train_math.rollout_metrics(rollout, minibatches, advantages, cfg)
+    assert row["equal_reward_groups"] == 0.5
