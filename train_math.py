@@ -7,17 +7,17 @@ Read it from top to bottom: settings; prompts and responses; minibatches and log
 which is the algorithm; evaluation and the training loop. The maths is in gspo.py, and support/ has
 what surrounds the algorithm. For a task of your own, write a reward function:
 `train_math.main(reward=my_reward)`. Parts lists what else can be replaced in this way. For a loss
-or advantages of your own, add an entry to ALGORITHMS.
+or advantages of your own, add an entry to ALGORITHMS. Measured results are in evidence/README.md.
 
 In this file a *step* is one rollout with all its updates. (In TRL and Hugging Face, a step is one
 optimizer step.) log s is the logarithm of a response's importance ratio. Some choices are fixed: a
 gradient norm of at most 1, a learning rate that falls linearly to a tenth, and the same minibatches
 in every epoch. There is no KL penalty, no inference engine, no warm-up, and only one GPU.
 """
-import copy
 import itertools
 import time
 from dataclasses import dataclass
+from threading import Event
 from typing import Callable, NamedTuple
 
 import torch
@@ -29,13 +29,13 @@ from tqdm.auto import tqdm
 from gspo import group_advantages, grpo_loss, gspo_loss, gspo_token_loss, token_log_probs
 from support.check_model import check_model
 from support.command_line import check_values, exits_with, flag, guarded_run, parse, replace_parts
-from support.cuda_sampling import generate, largest_gap
-from support.metrics import evaluation_metrics, rollout_metrics, update_metrics
-from support.models import adamw, check_finite, load, tf32_matmuls
+from support.cuda_sampling import generate, static_rollout
+from support.metrics import evaluation_metrics, notes, rollout_metrics, update_metrics, wilson
+from support.models import adamw, check_finite, clip_gradients, evaluation_mode, load, tf32_matmuls
 from support.questions import load_questions, unused_questions
 from support.rewards import correctness_reward, extract_answer, gold_answer, score, score_rollout
-from support.sampling import check_rollout, end_tokens
-from support.saving import Run, load_state, locked
+from support.sampling import check_rollout, dynamic_rollout, end_tokens
+from support.saving import MAY_CHANGE, Run, fingerprint, load_state, locked
 
 
 class Algorithm(NamedTuple):
@@ -129,7 +129,6 @@ class Rollout:
 
 def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
     """Sample `group_size` responses to each question (temperature 0: greedy). Returns a Rollout."""
-    questions = copy.deepcopy(questions)  # a part of yours may change them
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
     end_ids = end_tokens(model, tokenizer)
     prompts_at_once = max(1, cfg.rollout_rows // (group_size if temperature else 2 * group_size))
@@ -165,14 +164,15 @@ class MicroBatch:
             prompt, response = rollout.prompts[i], rollout.responses[i]
             ids.append(torch.tensor(prompt + response))
             # A mask that is made from pad tokens would miss the end token of some models.
-            is_sampled = [False] * len(prompt) + rollout.is_sampled[i]
-            mask.append(torch.tensor(is_sampled[1:], dtype=bool))  # position t predicts token t + 1
-            log_probs.append(pad(rollout.log_probs[i, :len(response)], (len(prompt) - 1, 0)))
+            mask.append(torch.tensor([False] * len(prompt) + rollout.is_sampled[i], dtype=bool))
+            log_probs.append(pad(rollout.log_probs[i, :len(response)], (len(prompt), 0)))
         self.indices = list(indices)
         self.ids = pad_sequence(ids, batch_first=True).to(device)  # (b, L), padded on the right
-        self.mask = pad_sequence(mask, batch_first=True).to(device)  # (b, L - 1), for ids[:, 1:]
-        self.sampler_log_probs = pad_sequence(log_probs, batch_first=True).to(device)  # (b, L - 1)
+        # Position t predicts token t + 1, so these are (b, L - 1), for ids[:, 1:].
+        self.mask = pad_sequence(mask, batch_first=True)[:, 1:].to(device)
+        self.sampler_log_probs = pad_sequence(log_probs, batch_first=True)[:, 1:].to(device)
         self.old_log_probs = None  # (b, L - 1), computed before the first update if still None
+        self.is_on_policy = False  # True if they are computed then, with the weights that sampled
         self.advantages = advantages[self.indices].to(device)  # (b,), or (b, L - 1) for tokens
         self.extra = {}  # further arguments for a loss of your own, by their names
 
@@ -190,16 +190,21 @@ def build_minibatches(rollout, advantages, cfg, keeps_all=False):
     size = len(rollout.responses) // cfg.minibatches  # a multiple of group_size
     for start in range(0, len(rollout.responses), size):
         indices = [i for i in range(start, start + size) if keeps_all or advantages[i].any()]
-        lengths = {i: len(rollout.prompts[i]) + len(rollout.responses[i]) for i in indices}
-        splits = []  # the indices of each micro-batch
-        for i in sorted(indices, key=lengths.get):  # similar lengths together need little padding
-            if not splits or (len(splits[-1]) + 1) * lengths[i] > cfg.micro_batch_tokens:
-                splits.append([])
-            splits[-1].append(i)
-        minibatch = [MicroBatch(rollout, advantages, split, cfg.device) for split in splits]
-        if minibatch:
-            minibatches.append(minibatch)
+        if indices:
+            splits = split_by_length(rollout, indices, cfg.micro_batch_tokens)
+            minibatches.append([MicroBatch(rollout, advantages, s, cfg.device) for s in splits])
     return minibatches
+
+
+def split_by_length(rollout, indices, micro_batch_tokens):
+    """The indices of each micro-batch. Similar lengths together need little padding."""
+    lengths = {i: len(rollout.prompts[i]) + len(rollout.responses[i]) for i in indices}
+    splits = []
+    for i in sorted(indices, key=lengths.get):
+        if not splits or (len(splits[-1]) + 1) * lengths[i] > micro_batch_tokens:
+            splits.append([])
+        splits[-1].append(i)
+    return splits
 
 
 def response_log_probs(model, batch, temperature):
@@ -241,6 +246,7 @@ class Parts:
     sample: Callable = sample
     build_minibatches: Callable = build_minibatches
     response_log_probs: Callable = response_log_probs
+    clip_gradients: Callable = clip_gradients
 
 
 # ---- the algorithm -------------------------------------------------------------------------------
@@ -252,7 +258,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
     torch.manual_seed(cfg.seed * 1_000_003 + step)  # a resumed run draws the same numbers
     progress = (step - 1) / max(1, cfg.max_steps - 1)
     for parameters in optimizer.param_groups:
-        parameters["lr"] = cfg.learning_rate * (1 - 0.9 * progress)
+        parameters["lr"] = float(cfg.learning_rate * (1 - 0.9 * progress))
     start = time.perf_counter()
 
     # 1 SAMPLE group_size responses to each question from the current policy.
@@ -261,7 +267,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
     seconds_rollout = time.perf_counter() - start
 
     # 2 SCORE the responses, and compare each reward with the others of its group.
-    rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
+    rewards, own_metrics = score_rollout(parts.reward, rollout, cfg, step)
     advantages = algorithm.advantages(rewards, cfg.group_size)
 
     # 3 REMEMBER the old log-probs. They are computed by the forward pass of the update, on the same
@@ -270,8 +276,8 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
     minibatches = parts.build_minibatches(rollout, advantages, cfg)
     with torch.no_grad():
         for batch in itertools.chain(*minibatches):
-            batch.is_on_policy = batch.old_log_probs is None  # False: a part of yours has set them
-            if batch.is_on_policy:
+            if batch.old_log_probs is None:  # otherwise a part of yours has set them
+                batch.is_on_policy = True
                 batch.old_log_probs = parts.response_log_probs(model, batch, cfg.temperature)
 
     # 4 UPDATE. ONE ROLLOUT, SEVERAL OPTIMIZER STEPS: in the first minibatch, the weights are still
@@ -292,7 +298,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
             with tf32_matmuls():
                 loss.backward()
             update.append((batch, log_probs.detach(), loss.item()))
-        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        grad_norms.append(float(parts.clip_gradients(model)))
         optimizer.step()
         optimizer.zero_grad()
         updates.append(update)
@@ -312,58 +318,61 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 # ---- evaluation, the training loop, and the script -----------------------------------------------
 
 
-def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
-    """The mean reward of one response to each question; greedy decoding by default.
+def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **replaced):
+    """The mean reward of `group_size` responses to each question; greedy decoding by default.
 
     With the default reward, eval_last_number is the accuracy if the last number of a response
-    counts as its answer, whatever its format. eval_results has a dict for each question."""
+    counts as its answer, whatever its format. eval_results has a dict for each response."""
     parts = replace_parts(Parts(), replaced)
-    rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, parts)
-    check_rollout(rollout, questions, 1)
+    asked = [row for row in questions for _ in range(group_size)]
+    with evaluation_mode(model):
+        rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
+    check_rollout(rollout, asked, 1)
     rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
     scores = {"reward": rewards}
     if parts.reward is correctness_reward:
         scores["last_number"] = score(parts.reward, rollout.questions, rollout.texts, strict=False)
-    return evaluation_metrics(rollout, scores, own_metrics)
+    return evaluation_metrics(rollout, scores, own_metrics, group_size)
 
 
-def train(cfg, model, tokenizer, questions, held_out=(), state=None, stopped=(), on_step=None,
+def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, on_step=None,
           user_state=None, **replaced):
     """Train for max_steps rollouts, from the beginning or from a saved state.
 
     questions, held_out: lists of dicts with a "question" and the columns that the reward needs.
-    state: from load_state. on_step: called with the metrics of each step, such as wandb.log.
-    user_state: a dict of your own that is saved with the run; resuming gives it its saved values.
-    replaced: functions to use in place of the default ones, by their names in Parts. Once `stopped`
-    is not empty, the run ends after its step. If output_dir is None, no row is printed or written.
-    Returns the metrics, one dict per step; step 0 is only an evaluation. ValueError: these
-    arguments cannot be used. OSError: the run cannot be saved."""
+    state: from load_state. on_step: called with the row of each step, such as wandb.log. It may add
+    to the row. If it returns True, or `stop` is set, the run ends after the step. user_state: a
+    dict of your own that is saved with the run; resuming gives it its saved values. replaced:
+    functions to use in place of the default ones, by their names in Parts. If output_dir is None,
+    no row is printed or written. Returns the rows; that of step 0 is only an evaluation.
+    ValueError: these arguments cannot be used. OSError: the run cannot be saved."""
     model.eval()  # without dropout, which would give each forward pass other log-probs
     questions = list(questions)
+    stop = stop or Event()
     parts = replace_parts(Parts(), replaced)
     optimizer = parts.make_optimizer(model)
     optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
-    with locked(cfg.output_dir), Run(
-            cfg, model, tokenizer, optimizer, questions, state, user_state) as run:
+    with locked(cfg.output_dir):
+        run = Run(cfg, model, tokenizer, optimizer, questions, state, user_state)
         stream = unused_questions(questions, cfg, max(0, len(run.rows) - 1))
         for step in tqdm(range(len(run.rows), cfg.max_steps + 1), cfg.algorithm):
-            if step == 0:
-                row = {"step": 0, "settings": run.settings}
-            else:
+            row = {"step": 0, "settings": run.settings}
+            if step > 0:
                 picked = list(itertools.islice(stream, cfg.prompts_per_step))
                 row = train_step(model, tokenizer, optimizer, picked, step, cfg, parts)
-            run.add(row, largest_gap(parts.generate, model))
+            row |= notes([*run.rows, row])
             is_last = step == cfg.max_steps
+            results = []
             if held_out and (is_last or step % (cfg.eval_steps or cfg.save_steps) == 0):
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
-                run.results = row.pop("eval_results")
-            if on_step:
-                on_step(dict(row))
-            if is_last or step % cfg.save_steps == 0 or stopped:
-                run.save()
-            run.report()
-            if stopped:
+                results = row.pop("eval_results")
+            if on_step and str(on_step(row)) == "True":  # it may be numpy's
+                stop.set()
+            ends = is_last or stop.is_set()
+            run.add(row, results, is_saved=ends or step % cfg.save_steps == 0)
+            if ends:
                 break
+        run.save_model()
     return run.rows
 
 
@@ -371,7 +380,7 @@ def main(argv=None, reward=correctness_reward, on_step=None, user_state=None, **
     """The script. on_step, user_state and the functions that are replaced are those of train()."""
     cfg = parse_settings(argv)
     parts = replace_parts(Parts(reward), replaced)
-    with guarded_run(cfg) as stopped:
+    with guarded_run(cfg) as stop:
         with exits_with(f"--dataset {cfg.dataset}"):
             questions, held_out = load_questions(cfg, reward)
         with exits_with(f"--output_dir {cfg.output_dir}"):
@@ -382,8 +391,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, user_state=None, **
             check_model(model, tokenizer, questions + held_out, cfg, parts, ALGORITHMS)
         tqdm.write(f"{cfg.device}: {model.num_parameters():,} parameters, {cfg.micro_batch_tokens} "
                    f"tokens at once, {len(questions)} questions and {len(held_out)} held-out ones")
-        train(cfg, model, tokenizer, questions, held_out, state, stopped, on_step, user_state,
-              **vars(parts))
+        return train(cfg, model, tokenizer, questions, held_out, state, stop, on_step, user_state,
+                     **vars(parts))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from tqdm import tqdm
 
 import train_math
 from gspo import group_advantages, gspo_loss
-from support import sampling
 from tools.logs import read, write
 from tools.warm_up import given_rollout
 
@@ -111,7 +110,8 @@ def decode(model, prompts, responses):
     """The sampler's log-probs (B, T) of given responses, which replace the tokens that it draws."""
     columns = torch.tensor(responses, device=model.device).T[..., None]
     columns = iter(tqdm(columns, desc="decode", leave=False))
-    with mock.patch.object(sampling, "draw_tokens", lambda probs: next(columns)):
+    names = train_math.dynamic_rollout.__globals__  # those of the module that draws
+    with mock.patch.dict(names, draw_tokens=lambda probs: next(columns)):
         return generate(model, prompts, len(responses[0]))[1]
 
 

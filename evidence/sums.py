@@ -31,7 +31,6 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import train_math
-from support.saving import MAY_CHANGE, fingerprint
 from tools import evaluate
 from tools.logs import accuracy, accuracy_text, mean_difference, paired, read, read_packed, write
 
@@ -40,7 +39,7 @@ SETTINGS = [
     "--prompts_per_step=16", "--group_size=4", "--learning_rate=1.5e-6", "--max_steps=10",
     "--save_steps=5", "--eval_size=0", "--rollout_rows=256"]  # all held-out questions at once
 GSPO_RANGE = ["--eps_low=3e-2", "--eps_high=4e-2"]  # the best of three on other questions
-MAY_DIFFER = MAY_CHANGE - {"max_steps"} | {"questions"}  # when a run is resumed
+MAY_DIFFER = train_math.MAY_CHANGE - {"max_steps"} | {"questions"}  # when a run is resumed
 TEMPERATURES = {"before": (0.0, 0.3, 0.6, 1.0), "after": (0.0, 1.0),  # 0: greedy decoding
                 "before_given": (0.0,), "after_given": (0.0,)}
 LOG = Path(__file__).with_name("logs") / "sums.jsonl.gz"
@@ -239,7 +238,7 @@ def show(folders):
 def refuse_another(folder, cfg):
     """SystemExit: the folder has a run with other settings."""
     for row in read(folder / "training" / "metrics.jsonl")[:1]:
-        changed = [name for name, value in fingerprint(cfg, []).items()
+        changed = [name for name, value in train_math.fingerprint(cfg, []).items()
                    if name not in MAY_DIFFER and row["settings"].get(name) != value]
         if changed:
             sys.exit(f"sums.py: the run in {folder} has another {', '.join(changed)}. Choose "

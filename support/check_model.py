@@ -1,31 +1,26 @@
 """The trial of train_math.py: a model and the parts of a step, before the long work begins."""
-import copy
 import itertools
+import math
 from dataclasses import replace
 
 import torch
-from tqdm.auto import tqdm
 
 from support.cuda_sampling import generate
-from support.models import check_trainable
+from support.models import check_trainable, show
 from support.rewards import score_rollout
 from support.sampling import check_rollout
-
-UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     """Try all that a step calls, apart from the optimizer and the metrics, on two short responses.
 
-    parts, algorithms: Parts and ALGORITHMS of train_math. ValueError: the model or a part cannot be
-    used."""
+    parts, algorithms: those of train_math. ValueError: the model or a part cannot be used."""
     algorithm = algorithms[cfg.algorithm]
     model.eval()
     check_trainable(model)
-    questions = copy.deepcopy(questions)
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
     longest = check_prompts(model, prompts, questions, cfg.max_completion_length)
-    tqdm.write(f"a complete prompt: {tokenizer.decode(prompts[0])!r}")
+    show(f"a complete prompt: {tokenizer.decode(prompts[0])!r}")
     short = replace(cfg, max_completion_length=8, group_size=2, minibatches=1)
     texts = "?", questions[longest]["question"]  # prompts of different lengths
     two = [questions[0] | {"question": text} for text in texts]
@@ -34,26 +29,47 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     rewards, _ = score_rollout(parts.reward, rollout, short)
     advantages = algorithm.advantages(rewards, 2)
     advantages = torch.ones_like(advantages)  # those of equal rewards would leave nothing to try
-    minibatches = parts.build_minibatches(rollout, advantages, short)
-    for batch in itertools.chain(*minibatches):
-        log_probs = parts.response_log_probs(model, batch, 1.0)
-        gaps = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs()
-        if not gaps.max() < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
-            raise ValueError(f"the log-probs of eight sampled tokens differ by {gaps.max():.2g} "
-                             "between sampling and the full forward pass. Its cache, padding or "
-                             "head is unsupported, or transformers is below 5.24")
-        if batch.old_log_probs is None:
-            batch.old_log_probs = log_probs.detach()
-        loss = algorithm.loss(log_probs, batch.old_log_probs, batch.advantages, batch.mask,
-                              *cfg.clip_range(), 2, **batch.extra)
-        if loss.shape != () or not loss.requires_grad:
-            raise ValueError(f"the loss must be one number with a gradient, not {loss!r:.100}")
+    losses = []
+    for tokens, denominator in (1, 4), (2**30, 2):  # each response alone, and then both at once
+        settings = replace(short, micro_batch_tokens=tokens)
+        minibatches = parts.build_minibatches(rollout, advantages, settings)
+        total = 0
+        for batch in itertools.chain(*minibatches):
+            with torch.set_grad_enabled(tokens == 1):
+                log_probs = parts.response_log_probs(model, batch, 1.0)
+            check_log_probs(log_probs, batch, model, parts)
+            if batch.old_log_probs is None:
+                batch.old_log_probs = log_probs.detach()
+            loss = algorithm.loss(log_probs, batch.old_log_probs, batch.advantages, batch.mask,
+                                  *cfg.clip_range(), denominator, **batch.extra)
+            if loss.shape != () or tokens == 1 and not loss.requires_grad:
+                raise ValueError(f"the loss must be one number with a gradient, not {loss!r:.100}")
+            total += loss.item()
+        losses.append(total)
+    alone, together = losses
+    expected = {2 * alone, alone} if batch.extra else {2 * alone}  # it may have its own denominator
+    if not any(math.isclose(together, value, rel_tol=0.01, abs_tol=1e-4) for value in expected):
+        raise ValueError("the loss must be a sum over responses, divided by `denominator`. At half "
+                         f"the denominator, it changed from {alone:.3g} to {together:.3g}")
+
+
+def check_log_probs(log_probs, batch, model, parts):
+    """ValueError: the sampler and the full forward pass give other log-probs of these tokens."""
+    gaps = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs()
+    if gaps.max() < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
+        return
+    cause = "Its cache, padding or head is unsupported, or transformers is below 5.24"
+    coarse = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
+    if coarse:  # frozen weights, such as those below a LoRA adapter
+        cause = f"Some weights are in {coarse.pop()}, which rounds too much. Load all in float32"
+    raise ValueError(f"the log-probs of eight sampled tokens differ by {gaps.max():.2g} between "
+                     f"sampling and the full forward pass. {cause}")
 
 
 def check_prompts(model, prompts, questions, max_completion_length):
     """The index of the longest prompt. ValueError: the model cannot be trained on these prompts."""
     config = model.config.get_text_config()
-    for name in UNSUPPORTED:
+    for name in "final_logit_softcapping", "logits_scaling", "logit_scale":
         if getattr(config, name, None) not in (None, 1):
             raise ValueError(f"the model scales or caps its logits ({name}), which is unsupported")
     if not all(prompts):

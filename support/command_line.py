@@ -9,15 +9,16 @@ import threading
 from dataclasses import field, fields, replace
 
 import torch
-from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from gspo import clipped_objective
-from support.models import micro_batch_tokens, note
+from support.models import micro_batch_tokens, note, show
 from support.rewards import RewardError
 from support.saving import locked
 
-LEAST = {"group_size": 2, "eval_size": 0}  # others must be above 0, or 0 if that is their default
+ERRORS = KeyboardInterrupt, FloatingPointError, OSError, RewardError, torch.OutOfMemoryError
+SIGNALS = {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # that end a program
+LEAST = {"group_size": 2, "eval_size": 0, "learning_rate": 0}  # others: above 0, or their default 0
 
 
 def flag(default, meaning, **more):
@@ -29,18 +30,16 @@ def check_values(cfg, algorithms):
     """ValueError: a setting is out of range, or its algorithm (a row of ALGORITHMS) is unusable."""
     if cfg.algorithm not in algorithms:
         raise ValueError(f"--algorithm {cfg.algorithm} is none of {', '.join(algorithms)}")
-    for name, value in vars(cfg).items():
-        if isinstance(value, os.PathLike):
-            setattr(cfg, name, os.fspath(value))
-        elif hasattr(value, "item"):  # a number of numpy or torch, which the logs cannot hold
-            setattr(cfg, name, value.item())
+    ratio = algorithms[cfg.algorithm].ratio
+    if ratio not in ("sequence", "token"):
+        raise ValueError(f"Algorithm(ratio={ratio!r}) must be 'sequence' or 'token'")
     if cfg.micro_batch_tokens is None:
         cfg.micro_batch_tokens = micro_batch_tokens(cfg.device)
     for setting in fields(cfg):
         value = getattr(cfg, setting.name)
         least = LEAST.get(setting.name, 0 if setting.default == 0 else 1e-12)
         if type(value) in (int, float) and not least <= value < 2**31:
-            raise ValueError(f"--{setting.name} {value} is out of range")
+            raise ValueError(f"--{setting.name} {value} is out of range: the least is {least:g}")
     if cfg.prompts_per_step % cfg.minibatches:
         raise ValueError("--prompts_per_step must be a multiple of --minibatches")
     clipped_objective(torch.ones(1), torch.ones(1), *cfg.clip_range())  # checks the clip range
@@ -74,14 +73,16 @@ def parse(settings, argv=None):
 
 
 @contextlib.contextmanager
-def exits_with(what, errors=Exception):
+def exits_with(what, errors=Exception, hint=""):
     """If one of these errors is raised in this block, the program ends with one line."""
     try:
         yield
     except errors as error:
         reason = error if isinstance(error, RewardError) else error.__cause__ or error
-        is_offline = isinstance(error, OSError) and "couldn't" in str(error).lower()
-        hint = ". Without a network, use --model FOLDER and --dataset FILE" if is_offline else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            hint += ". Use a lower --micro_batch_tokens or --rollout_rows"
+        if isinstance(error, OSError) and "couldn't" in str(error).lower():
+            hint += ". Without a network, use --model FOLDER and --dataset FILE"
         sys.exit(f"train_math.py: {what}: {reason!r:.400}{hint}")
 
 
@@ -89,38 +90,39 @@ def exits_with(what, errors=Exception):
 def guarded_run(cfg):
     """What the script needs around a run: a lock, signals, and one line for an error.
 
-    Yields a list that stays empty until the first signal. Then the run should end after its step,
-    and this block ends the program as the signal would."""
+    Yields an Event, which a signal sets. Then this block ends the program as the signal would."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # some consoles cannot show every character
-    stopped = []
+    stop = threading.Event()
+    received = []
     handlers = {}
 
-    def stop(number, frame):
-        stopped.append(number)
-        for other, handler in handlers.items():
-            signal.signal(other, handler)
-        tqdm.write("This step will be finished and saved. A second signal stops at once.")
+    def request(number, frame):
+        stop.set()
+        received.append(number)
+        for other in signal.SIGINT, signal.SIGTERM:
+            signal.signal(other, handlers[other])
+        show("This step will be finished and saved. A second SIGINT or SIGTERM stops at once.")
 
     with exits_with(f"--output_dir {cfg.output_dir}"):
+        if os.environ.get("WORLD_SIZE", "") > "1":  # torchrun sets it
+            raise ValueError("main() supports one process. For several, use the recipe 'Several "
+                             "processes' in guides/own_task.md")
         cfg.output_dir = os.path.abspath(cfg.output_dir)  # a reward may change the directory
         found = set(os.listdir(cfg.output_dir)) if os.path.exists(cfg.output_dir) else set()
         if "state.pt" not in found and found - {"lock", "partial"}:
             raise ValueError("the folder is not empty and holds no run that can be resumed")
         lock = locked(cfg.output_dir)
     if threading.current_thread() is threading.main_thread():
-        for number in signal.SIGINT, signal.SIGTERM:
-            handlers[number] = signal.signal(number, stop)
+        for name in SIGNALS & vars(signal).keys():  # Windows has only two of them
+            number = getattr(signal, name)
+            if name in ("SIGINT", "SIGTERM") or signal.getsignal(number) == signal.SIG_DFL:
+                handlers[number] = signal.signal(number, request)  # nohup ignores SIGHUP
     try:
-        with lock:
-            yield stopped
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"train_math.py: {error!r}. What was saved is intact. Run the same command with a "
-                 "lower --micro_batch_tokens or --rollout_rows")
-    except (KeyboardInterrupt, FloatingPointError, OSError, RewardError) as error:
-        sys.exit(f"train_math.py: {error!r}. What was saved is intact")
+        with lock, exits_with("the run has ended", ERRORS, ". What was saved is intact"):
+            yield stop
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if stopped:
-        sys.exit(128 + stopped[0])  # as after any signal
+    if received:
+        sys.exit(128 + received[0])  # as after any signal

@@ -3,7 +3,6 @@
 Read sampling.py first. What is here only makes the same work faster on a GPU.
 """
 import copy
-import weakref
 
 import torch
 from tqdm.auto import tqdm
@@ -22,36 +21,22 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
     if model.device.type != "cuda" or not cache_can_be_static(model, length):
         return dynamic_rollout(model, *arguments)
     torch.cuda.set_device(model.device)  # a CUDA graph records only the current device
-    refused = REFUSED.setdefault(model, set())
-    for dtype in PRECISIONS:
-        if temperature == 0 or dtype in refused:
-            continue  # accuracies are computed from greedy responses, which are in float32
+    # Responses to train on are sampled with a 16-bit copy of the weights, which takes less than
+    # half of the time. The policy that samples is then a slightly different one. bf16 keeps few of
+    # the changes of a step at 1e-6, and float16 ends at 65,504. Greedy responses are in float32.
+    dtypes = vars(model).setdefault("sampling_dtypes", [torch.float16, torch.bfloat16])
+    for dtype in list(dtypes) if temperature else []:
         sampler = copy_in(model, dtype)
         if can_sample(sampler, model, max(prompts, key=len)):
             responses, log_probs = static_rollout(sampler, *arguments)
             if log_probs.isfinite().all():
                 return responses, log_probs
-        refused.add(dtype)
+        dtypes.remove(dtype)
         note(f"this model cannot sample in {dtype}, which is too coarse or overflows")
     responses, log_probs = static_rollout(model, *arguments)
     if not log_probs.isfinite().all():
         raise FloatingPointError("the logits of the model are not finite")
     return responses, log_probs
-
-
-# Responses to train on are sampled with a 16-bit copy of the weights, which takes less than half of
-# the time (measured in bf16). The policy that samples is then a slightly different one. bf16 keeps
-# few of the changes of a step at 1e-6. float16 ends at 65,504 (evidence/precision.md).
-PRECISIONS = {torch.float16: 1e-2, torch.bfloat16: 0.1}  # and the sampler_gap that each explains
-REFUSED = weakref.WeakKeyDictionary()  # {model: the precisions that have failed for it}
-
-
-def largest_gap(sampler, model):
-    """The largest sampler_gap that rounding explains, in nats; a sampler of yours may use bf16."""
-    if sampler is not generate:
-        return 0.1
-    used = PRECISIONS.keys() - REFUSED.get(model, PRECISIONS)  # has no model without a copy
-    return min((PRECISIONS[dtype] for dtype in used), default=1e-4)
 
 
 def copy_in(model, dtype):

@@ -44,7 +44,7 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
                 later.append(sequence_log_ratio)
             elif batch.is_on_policy:
                 first.append(sequence_log_ratio)
-            log_ratio = sequence_log_ratio if ratio == "sequence" else token_log_ratio
+            log_ratio = {"sequence": sequence_log_ratio, "token": token_log_ratio}[ratio]
             share = clip_fraction(log_ratio.exp(), batch.advantages, batch.mask, *clip_range)
             clipped_tokens += (share * batch.mask.sum()).item()
             all_tokens += batch.mask.sum().item()
@@ -63,22 +63,22 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
     }
 
 
-def evaluation_metrics(rollout, scores, own_metrics):
-    """The metrics of an evaluation, and "eval_results" with a dict for each question.
+def evaluation_metrics(rollout, scores, own_metrics, group_size):
+    """The metrics of an evaluation, and "eval_results" with a dict for each response.
 
-    scores: {name: rewards (B,)}; a mean of zeros and ones has Wilson's 95% interval. own_metrics:
-    what the reward has reported."""
+    scores: {name: rewards (B,)}; a mean of zeros and ones has Wilson's 95% interval if there is one
+    response to each question. own_metrics: what the reward has reported."""
     results = []
     for question, text, response in zip(rollout.questions, rollout.texts, rollout.responses):
         answer = question.get("answer")
         results.append({"question": question["question"], "gold": gold_answer(answer) or answer,
                         "response": text, "tokens": len(response)})
     row = {f"eval_{name}": value for name, value in own_metrics.items()}
-    row["eval_questions"] = len(results)
+    row["eval_questions"] = len(results) // group_size
     for name, values in scores.items():
         values = values.tolist()
         row[f"eval_{name}"] = sum(values) / len(values)
-        if set(values) <= {0, 1}:
+        if group_size == 1 and set(values) <= {0, 1}:
             row[f"eval_{name}_interval"] = wilson(sum(values), len(values))
         for result, value in zip(results, values):
             result[name] = value
@@ -93,18 +93,17 @@ def wilson(successes, n):
     return (centre - half) / (n + z2), (centre + half) / (n + z2)
 
 
-def notes(rows, largest_gap):
-    """{"notes": [...]} if the metrics show something that the user should know, else {}.
-
-    largest_gap: the sampler_gap, in nats, that rounding can explain."""
+def notes(rows):
+    """{"notes": [...]} if the last row shows something that the user should know, else {}."""
     row = rows[-1]
     found = []
     if row.get("log_ratio_first_max"):
         found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
                      "two forward passes round differently")
-    if (row.get("sampler_gap") or 0) > largest_gap:
-        found.append(f"sampler_gap is above {largest_gap:g}, which rounding does not explain. Does "
-                     "the sampler use other weights or another temperature?")
+    if (row.get("sampler_gap") or 0) > 0.1:
+        found.append("sampler_gap is above 0.1, which rounding does not explain. Does the sampler "
+                     "use other weights or another temperature, or did a tool write some tokens "
+                     "(is_sampled)?")
     if row["step"] == 3 and all(row["equal_reward_groups"] == 1 for row in rows[1:]):
         found.append("no gradient in three steps, because the rewards within each group are equal "
                      f"(mean {row['reward']:.3g}; {row['cut']:.0%} of the responses are cut). Try "

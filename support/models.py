@@ -1,7 +1,10 @@
 """The models of train_math.py: loading, and the precision of their weights and products."""
 import contextlib
 import functools
+import importlib.util
+import json
 import math
+from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
@@ -12,6 +15,7 @@ def load(name, device):
     """(model, tokenizer) from a hub id or a folder, in float32. In bf16, most updates at a learning
     rate of 1e-6 would round to nothing. ValueError: weights are missing or not finite."""
     torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
+    check_folder(name)
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True)
     missing = sorted(report["missing_keys"])
@@ -22,9 +26,34 @@ def load(name, device):
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
+def check_folder(name):
+    """ValueError: this is the path of a folder without a model, and no name on the hub."""
+    folder = Path(name)
+    run = folder.parent if folder.name == "model" else folder
+    if (run / "state.pt").exists() and not (run / "model").exists():
+        raise ValueError(f"the run in {run} ended before it wrote its model. To write the model of "
+                         f"its last save: python -m tools.save_model {run}")
+    is_path = folder.is_absolute() or len(folder.parts) > 2 or str(name).startswith((".", "~"))
+    if is_path and not folder.exists():
+        raise ValueError(f"there is no folder {name}")
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        if not importlib.util.find_spec("peft"):
+            raise ValueError(f"{name} holds a LoRA adapter, which needs the package peft")
+        check_folder(json.loads(adapter.read_bytes())["base_model_name_or_path"])
+    elif folder.exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{name} has no config.json, so it holds no model. The model of a run is "
+                         "in its folder `model`")
+
+
 def adamw(model):
     """The optimizer of this model. train_step sets its learning rate."""
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
+
+
+def clip_gradients(model):
+    """Scale the gradients to a norm of at most 1. Returns their norm before."""
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def micro_batch_tokens(device):
@@ -40,7 +69,13 @@ def micro_batch_tokens(device):
 
 @functools.cache  # so that it is printed once, and not in each step
 def note(text):
-    tqdm.write(f"note: {text}")
+    show(f"note: {text}")
+
+
+def show(text):
+    """Print beside the progress bars. A run goes on if its terminal has been closed."""
+    with contextlib.suppress(OSError):
+        tqdm.write(text)
 
 
 @contextlib.contextmanager
@@ -49,13 +84,23 @@ def tf32_matmuls():
 
     It changes a gradient by a relative error of about 1e-3. The forward pass stays in float32: TF32
     would change log s by 2e-4, almost as much as GSPO's clip range. CPUs do not have it."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_tf32
-    matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = True
     try:
         yield
     finally:
-        matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@contextlib.contextmanager
+def evaluation_mode(model):
+    """Without dropout in this block. Afterwards, each module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
 
 
 def check_trainable(model):

@@ -6,6 +6,12 @@ import traceback
 
 import torch
 
+TAKEN = {  # the other names in the rows of a log, in evaluations after "eval_"
+    "step", "settings", "notes", "reward", "reward_interval", "last_number", "last_number_interval",
+    "questions", "results", "response_length", "cut", "equal_reward_groups", "entropy",
+    "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_mean",
+    "log_ratio_std", "seconds", "seconds_rollout"}
+
 
 class RewardError(ValueError):
     """The reward function raised an exception, or returned something that is not a reward."""
@@ -38,16 +44,23 @@ def score(reward, questions, texts, **more):
     return torch.tensor(rewards, dtype=torch.float32)
 
 
-def score_rollout(reward, rollout, cfg):
+def score_rollout(reward, rollout, cfg, step=None):
     """(rewards (B,), metrics): the rewards of a Rollout, and what the reward has reported.
 
     Besides what `score` gives it, the reward gets completion_ids (the token ids of each response),
-    cut (whether a response reached the length limit), and log_metric(name, value), as in TRL: the
-    values, which may be lists, go into the row of the step."""
+    cut (whether a response reached the length limit), step (None in the trial and in evaluations),
+    and log_metric(name, value), as in TRL: the values, which may be lists, go into the row of the
+    step. It may be called until the step ends. ValueError: the name is taken."""
     metrics = {}
+
+    def log_metric(name, value):
+        if name in TAKEN or name.startswith("eval_"):
+            raise ValueError(f"log_metric: the name {name!r} is taken")
+        metrics[name] = value
+
     cut = [len(response) == cfg.max_completion_length for response in rollout.responses]
-    rewards = score(reward, rollout.questions, rollout.texts, cut=cut,
-                    completion_ids=copy.deepcopy(rollout.responses), log_metric=metrics.__setitem__)
+    rewards = score(reward, rollout.questions, rollout.texts, cut=cut, step=step,
+                    completion_ids=copy.deepcopy(rollout.responses), log_metric=log_metric)
     return rewards, metrics
 
 

@@ -23,11 +23,16 @@ def end_tokens(model, tokenizer):
 
 def check_rollout(rollout, questions, group_size):
     """ValueError: a sampler has not returned `group_size` responses to each question, group by
-    group, with all that a Rollout has for each of them."""
+    group, with all that a Rollout has for each of them. In an evaluation (group_size 1), they must
+    be responses to these questions, and not to others."""
     counts = {name: len(values) for name, values in vars(rollout).items()}
     if set(counts.values()) != {len(questions) * group_size}:
         raise ValueError(f"the sampler must return {group_size} responses to each of "
                          f"{len(questions)} questions, but it returned {counts}")
+    answered = [row["question"] for row in rollout.questions]
+    if group_size == 1 and answered != [row["question"] for row in questions]:
+        raise ValueError("in an evaluation (group_size 1), the sampler must answer the questions "
+                         "that it gets, and no others")
     width = rollout.log_probs.shape[1]
     for i, response in enumerate(rollout.responses):
         if rollout.prompts[i] != rollout.prompts[i - i % group_size]:

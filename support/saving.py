@@ -7,10 +7,8 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
 
-from support.metrics import notes
-from support.models import check_trainable
+from support.models import check_trainable, show
 from support.questions import check_columns
 
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
@@ -57,8 +55,6 @@ class Run:
         self.settings = fingerprint(cfg, questions)
         self.rows = []
         self.results = []  # of the last row's evaluation: a dict for each question
-        self.examples = set()  # the lines with examples that were printed
-        self.has_moved = False  # whether the optimizer has changed the weights since the last row
         if state:
             self.rows = state["rows"]
             self.results = state["results"]
@@ -68,34 +64,24 @@ class Run:
             self.user_state |= state.pop("user_state")
             self.report()
 
-    def __enter__(self):
-        self.hook = self.optimizer.register_step_post_hook(self.after_optimizer_step)
-        return self
-
-    def after_optimizer_step(self, *arguments):
-        self.has_moved = True
-
-    def __exit__(self, kind, error, trace):
-        """Save the model. After an error, save the run, if its parts still belong together."""
-        self.hook.remove()
-        if isinstance(error, Exception) and not (self.has_moved or self.user_state):
+    def add(self, row, results, is_saved):
+        """Add the row of the next step and the results of its evaluation, and report them."""
+        self.rows.append(row)
+        self.results = results
+        if is_saved:
             self.save()
-        elif kind is None and self.folder:
+        self.report()
+
+    def save_model(self):
+        if self.folder:
             self.model.save_pretrained(self.folder / "model")
             self.tokenizer.save_pretrained(self.folder / "model")
-            tqdm.write(f"{self.folder}/model is the model after step {self.rows[-1]['step']}")
-
-    def add(self, row, largest_gap):
-        """Begin with the results of the next step. largest_gap: as for `notes`."""
-        self.rows.append(row)
-        row |= notes(self.rows, largest_gap)
-        self.results = []
-        self.has_moved = False
+            show(f"{self.folder}/model is the model after step {self.rows[-1]['step']}")
 
     def save(self):
         """Write state.pt, from which a run is resumed. The old one stays until this is complete.
         OSError: it cannot be written. ValueError: the user_state could not be read again."""
-        if not self.folder or not self.rows:
+        if not self.folder:
             return
         state = {"rows": plain(self.rows), "results": plain(self.results),
                  "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -103,13 +89,13 @@ class Run:
         partial = self.folder / "partial"
         try:
             torch.save(state, partial)
-        except RuntimeError as error:
-            raise OSError(f"{partial} cannot be written (is the disk full?)") from error
+        except RuntimeError:
+            raise OSError(f"{partial} cannot be written (is the disk full?)") from None
         try:
             torch.load(partial, map_location="cpu", mmap=True)
         except Exception as error:  # torch.load raises many kinds
             raise ValueError("user_state may hold only tensors, numbers, texts, and lists, tuples "
-                             f"and dicts of them ({error!r:.200})") from None
+                             f"and dicts of them ({type(error).__name__})") from None
         os.replace(partial, partial.with_name("state.pt"))
 
     def report(self):
@@ -128,14 +114,11 @@ class Run:
             shown.append(f"{name} {value:.3g}")
             if f"{name}_interval" in row:
                 shown.append("(95% CI {:.3g} to {:.3g})".format(*row[f"{name}_interval"]))
-        tqdm.write("  ".join(shown))
+        show("  ".join(shown))
         for result in self.results[:2]:
-            line = f"  {result['question']} -> {result['response']!r}: reward {result['reward']:g}"
-            if line not in self.examples:
-                tqdm.write(line)
-            self.examples.add(line)
+            show(f"  {result['question']} -> {result['response']!r}: reward {result['reward']:g}")
         for note in row.get("notes", ()):
-            tqdm.write(f"note: {note}")
+            show(f"note: {note}")
 
 
 def fingerprint(cfg, questions):
@@ -157,16 +140,16 @@ def load_state(cfg, questions):
         begun_with = state["rows"][0]["settings"]
     except Exception as error:  # torch.load raises many kinds
         raise ValueError(f"state.pt cannot be read ({error!r:.200}). Use another folder") from None
-    now = fingerprint(cfg, questions)
+    now = plain(fingerprint(cfg, questions))
     changed = [name for name, value in begun_with.items()
                if name not in MAY_CHANGE and value != now.get(name, "no such setting")]
     if changed:
         raise ValueError(f"the run that is saved there has other values of {', '.join(changed)}. "
                          "Choose another --output_dir. (questions may change with --eval_size)")
-    tqdm.write(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
-               "(with another value, the learning rate jumps)")
+    show(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
+         "(with another value, the learning rate jumps)")
     if state["rows"][-1]["step"] >= cfg.max_steps:
-        tqdm.write("note: this run is complete. For a new one, choose another --output_dir")
+        show("note: this run is complete. For a new one, choose another --output_dir")
     return state
 
 

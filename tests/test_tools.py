@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import train_math
-from support import cuda_sampling
 from tests.conftest import SMALL, one_line, sums, write_jsonl
 from tools import evaluate, logs, plot, warm_up
 from tools.logs import accuracy_text, paired, read
@@ -128,12 +127,13 @@ class TestEvaluate:
         evaluate.main([str(path), *flags, "--temperature", "1"])
         assert "| before | at temperature 1.0, float32 |" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("refused, expected", [
-        (None, "float32"), (set(), "float16"), ({torch.float16}, "bfloat16")])
-    def test_says_which_precision_cuda_has_used(self, fresh, monkeypatch, refused, expected):
+    @pytest.mark.parametrize("left, expected", [
+        (None, "float32"), ([torch.float16, torch.bfloat16], "float16"),
+        ([torch.bfloat16], "bfloat16"), ([], "float32")])
+    def test_says_which_precision_cuda_has_used(self, fresh, left, expected):
         model, _ = fresh
-        if refused is not None:  # static_rollout was used
-            monkeypatch.setitem(cuda_sampling.REFUSED, model, refused)
+        if left is not None:  # static_rollout was used
+            model.sampling_dtypes = left
         assert evaluate.precision(model, 1.0, "cuda") == expected
         assert evaluate.precision(model, 0.0, "cuda") == "float32"
         assert evaluate.precision(model, 1.0, "cpu") == "float32"

@@ -258,7 +258,7 @@ class TestTraining:
         for step, fraction in enumerate(equal, 1):
             row = {"step": step, "equal_reward_groups": fraction, "reward": 0.5, "cut": 0.0}
             rows.append(row)
-        assert ("notes" in support.metrics.notes(rows, 0.1)) == is_noted
+        assert ("notes" in support.metrics.notes(rows)) == is_noted
 
     def test_uses_all_questions_before_it_uses_any_twice(self, fresh):
         def picked(seed):
@@ -295,7 +295,7 @@ class TestTraining:
         def bad_loss(*arguments, **more):
             return bad * gspo_loss(*arguments, **more)
 
-        own_loss(at_call(4, gspo_loss, bad_loss))  # the first is the trial
+        own_loss(at_call(6, gspo_loss, bad_loss))  # the first three are the trial
         line = refused(command, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
         assert "step 3: the loss or the weights are not finite" in line
         assert "--learning_rate" in line
@@ -644,7 +644,7 @@ class TestCommandLine:
                      "eval_reward 0  (95% CI 0 to 0.49)", "a complete prompt: 'has 0 figs?"):
             assert word in shown
         lines = [line for line in shown.split("\n") if "? -> '" in line]
-        assert len(lines) == len(set(lines)) >= 2, "an example is printed again if it changes"
+        assert len(lines) == 6, "two after each evaluation"
         for step in 0, 2, 3:
             rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
             assert [row["gold"] for row in rows] == ["26", "27", "28", "29"]

@@ -38,8 +38,6 @@ from pathlib import Path
 import torch
 
 import train_math
-from support.cuda_sampling import PRECISIONS, REFUSED
-from support.saving import fingerprint
 from tools.compare import (
     column,
     difference,
@@ -66,8 +64,8 @@ def precision(model, temperature, device):
     """The precision in which `generate` has computed responses at this temperature."""
     dtypes = [torch.float32]
     if temperature and torch.device(device).type == "cuda":
-        refused = REFUSED.get(model, PRECISIONS)  # is not there if static_rollout cannot be used
-        dtypes = [dtype for dtype in PRECISIONS if dtype not in refused] + dtypes
+        # The attribute is not there if static_rollout cannot be used.
+        dtypes = [*getattr(model, "sampling_dtypes", []), *dtypes]
     return str(dtypes[0]).removeprefix("torch.")
 
 
@@ -104,7 +102,7 @@ def ask(path, name, questions, temperatures, cfg, samples=1, answer_of=None, **r
     parts = train_math.replace_parts(train_math.Parts(), replaced)
     is_default = parts.reward is train_math.correctness_reward
     answer_of = answer_of or (train_math.extract_answer if is_default else str.strip)
-    settings = {key: fingerprint(cfg, questions)[key] for key in RECORDED}
+    settings = {key: train_math.fingerprint(cfg, questions)[key] for key in RECORDED}
     settings |= {"model": str(name), "reward": getattr(parts.reward, "__name__", "a reward")}
     make_writable(path)
     refuse_another(path, settings)
@@ -197,7 +195,7 @@ def ask_model(args, flags, **replaced):
         questions, held_out = train_math.load_questions(cfg, replaced.get("reward"))
         if not held_out:
             raise ValueError("there are no held-out questions")
-    if trained_on not in (None, fingerprint(cfg, questions)["questions"]):
+    if trained_on not in (None, train_math.fingerprint(cfg, questions)["questions"]):
         print("note: the run had other training questions, which may be among the held-out ones "
               "here. To change this, use its --dataset and --eval_size")
     ask(args.files[0], args.model, held_out, args.temperature, cfg, args.samples, **replaced)

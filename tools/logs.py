@@ -18,7 +18,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from support.metrics import wilson
+from train_math import wilson
 
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # models: the t of a 95% interval
 

@@ -7,7 +7,7 @@ and the number of its sample. tools/evaluate.py writes such files, and so does t
 import math
 import sys
 
-from support.rewards import extract_answer
+from train_math import extract_answer
 from tools.logs import mean_text, paired, read
 
 
