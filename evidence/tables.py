@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from evidence import rounding, speed, sums
 from evidence.settings import EARLY, EXPERIMENTS, NO_LOWER_BOUND, opening
 from lesson import seeds
-from tools import evaluate, plot
+from tools import answers, plot
 from tools.logs import accuracy_text, mean_difference, paired, read_packed
 from tools.plot import STYLES
 
@@ -679,9 +679,9 @@ GPU_RUNS = "gspo_1e-6", "grpo_1e-6", "gspo_5e-6", "grpo_5e-6"
 def gsm8k_on_a_cpu(logs):
     """Each model is compared with the fine-tuned one, "cold", and GSPO with GRPO."""
     models = {name: logs[f"cpu/{name}"] for name in ("cold", "sft", "grpo", "gspo")}
-    text = evaluate.table(models, "cold", "the fine-tuned model")
+    text = answers.table(models, "cold", "the fine-tuned model")
     for temperature in 0.0, 1.0:
-        difference, p = evaluate.difference(models["grpo"], models["gspo"], temperature)
+        difference, p = answers.difference(models["grpo"], models["gspo"], temperature)
         text += f"\ngspo minus grpo, temperature {temperature}: {difference}, p {p}\n"
     return text
 

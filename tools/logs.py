@@ -12,9 +12,9 @@ import argparse
 import gzip
 import json
 import math
-import os
 import statistics
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -68,25 +68,21 @@ def make_writable(path):
     wrong path before its work. SystemExit: the file cannot be written."""
     path = Path(path)
     try:
-        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise OSError("it is a folder, or another file that cannot be replaced")
+        is_new = not path.exists()
+        if not (is_new or path.is_file()):
+            raise OSError("it is a folder or a device")
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = partial(path)
-        aside.write_bytes(b"")
-        aside.unlink()
-    except (OSError, ValueError) as error:  # ValueError: the path has no name
-        sys.exit(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}. Nothing "
-                 "was done; choose another path")
-
-
-def partial(path):
-    """The file beside this one that is written first, and then takes its place."""
-    return Path(path).with_suffix(".partial")
+        with open(path, "ab"), tempfile.NamedTemporaryFile(prefix=path.name, dir=path.parent):
+            pass  # this temporary name is as long as that in `write`
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        sys.exit(f"{path} cannot be written ({error.strerror or error}). Choose another path")
 
 
 def write(path, rows):
     """Writes a new .jsonl file. If the write is interrupted, the old file stays as it was."""
-    aside = partial(path)
+    aside = path.with_name(path.name + ".partial")
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     data = "".join(lines).encode("utf-8")
     aside.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -163,6 +159,8 @@ def mean_text(values, form=".1%"):
     else:
         half = 1.96 * statistics.stdev(values) / math.sqrt(n)
         low, high = mean - half, mean + half
+        if 0 <= min(values) and max(values) <= 1:
+            low, high = max(0, low), min(1, high)
     return f"{mean:{form}} ({low:{form}} to {high:{form}})"
 
 
