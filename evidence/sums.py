@@ -276,6 +276,7 @@ def main(argv):
             write(data / "test.jsonl", held_out)
         own = [f"--dataset={data}", f"--output_dir={folder / 'training'}"]
         train_math.main(flags + own, reward=last_number_reward)
+    cfg = replace(cfg, seed=0)  # so that before.jsonl serves for runs with other seeds, too
     models = {"before": cfg.model, "after": folder / "training" / "model"}
     for when, model in models.items():
         evaluate.ask(folder / f"{when}.jsonl", model, held_out, TEMPERATURES[when], cfg,

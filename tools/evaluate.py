@@ -106,7 +106,8 @@ def ask(path, name, questions, temperatures, cfg, samples=1, answer_of=None, **r
         settings[part] = getattr(function, "__name__", str(type(function)))
     refuse_another(path, settings)
     with train_math.exits_with(f"--model {name}"):
-        model, tokenizer = parts.load(str(name), cfg.device)
+        load = replaced.get("load", train_math.load)
+        model, tokenizer = load(str(name), cfg.device)
     settings["weights"] = fingerprint_of(model, tokenizer)
     refuse_another(path, settings)
     todo = missing(path, temperatures, samples)
