@@ -21,7 +21,7 @@ from evidence import rounding, speed, sums
 from evidence.settings import EARLY, EXPERIMENTS, NO_LOWER_BOUND, opening
 from lesson import seeds
 from tools import answers, plot
-from tools.logs import accuracy_text, mean_difference, paired, read_packed
+from tools.logs import accuracy_text, mean_difference, mean_text, paired, read_packed
 from tools.plot import STYLES
 
 HERE = Path(__file__).parent
@@ -768,6 +768,36 @@ def gsm8k_steps(logs):
     return markdown(["run", "steps", "minutes", *metrics, "clip_fraction, all steps"], lines)
 
 
+# ---- skill or sharpening -------------------------------------------------------------------------
+
+
+def pass_at_k(logs):
+    """Each pair of models before and after training with `samples` responses to each question. A
+    log has the number of correct ones and the reward of the majority, for each question."""
+    pairs = {}
+    for name, (row,) in logs.items():
+        pair, when = name.split("/")
+        counted = list(zip(row["correct"], row["majority"], strict=True))
+        pairs.setdefault(pair, {})[when] = answers.quantities(counted, row["samples"])
+    lines = []
+    outcomes = []
+    for pair, found in pairs.items():
+        before, after = found["before"], found["after"]
+        for when, values in found.items():
+            lines.append([f"{pair}, {when}", *map(mean_text, values.values())])
+        lines.append([f"{pair}, gain", *(answers.gain(before[key], after[key]) for key in before)])
+        majority = list(before)[-1]
+        versus = answers.gain(after["pass@1"], before[majority])
+        outcomes.append([pair, len(before["pass@1"]), versus])
+    text = markdown(["model", *before], lines)
+    worlds = [found for pair, found in pairs.items() if pair.startswith("world")]
+    cells = [mean_difference(*([statistics.fmean(found[when][key]) for found in worlds]
+                               for when in ("after", "before"))) for key in before]
+    text += "\n" + markdown(["gain, points", *before], [["four worlds", *cells]])
+    return text + "\n" + markdown(
+        ["model", "questions", f"{majority} before minus pass@1 after"], outcomes)
+
+
 # ---- precision -----------------------------------------------------------------------------------
 
 
@@ -841,6 +871,7 @@ def page():
         "The rule for the clip range": range_rule(logs("range_rule")["runs"]),
         "Ratios after an epoch": ratios(logs("ratios")["ratios"]),
         "Exact gradients": exact_ratios(logs("ratios")["exact_ratios"]),
+        "Pass@k before and after RL": pass_at_k(logs("pass_at_k")),
         "GSM8K on a GPU": gsm8k(gsm8k_logs["gpu/answers"]),
         "GSM8K on a GPU: GRPO minus GSPO": gsm8k_pairs(gsm8k_logs),
         "GSM8K on a GPU: metrics": gsm8k_steps(gsm8k_logs),
