@@ -4,10 +4,9 @@ r"""Fine-tune a small language model with GSPO on questions whose answers can be
     python -m lesson.tiny             the same script on a tiny model: any CPU, one or two minutes
 
 Read it from top to bottom: settings; prompts and responses; minibatches and log-probs; the step,
-which is the algorithm; evaluation and the training loop. The maths is in gspo.py, and support/ has
-what surrounds the algorithm. For a task of your own, write a reward function:
-`train_math.main(reward=my_reward)`. Parts lists what else can be replaced in this way. For a loss
-or advantages of your own, add an entry to ALGORITHMS. Measured results are in evidence/README.md.
+which is the algorithm; the training loop. The maths is in gspo.py, and support/ has what surrounds
+the algorithm. For your own task, write a reward: `train_math.main(reward=my_reward)`. For your own
+loss, add to ALGORITHMS. Parts lists what can be replaced. Measured results: evidence/README.md.
 
 In this file a *step* is one rollout with all its updates. (In TRL and Hugging Face, a step is one
 optimizer step.) log s is the logarithm of a response's importance ratio. Some choices are fixed: a
@@ -17,7 +16,6 @@ in every epoch. There is no KL penalty, no inference engine, no warm-up, and onl
 import itertools
 import time
 from dataclasses import dataclass
-from threading import Event
 from typing import Callable, NamedTuple
 
 import torch
@@ -155,8 +153,7 @@ class MicroBatch:
     """Some responses of a rollout, with their prompts, that go through the model at once."""
 
     def __init__(self, rollout, advantages, indices, device):
-        """indices: which responses; advantages: of all responses, (B,), or (B, n) if a
-        build_minibatches of your own turns them into advantages per token."""
+        """indices: which responses; advantages: of all responses, (B,), or (B, n) for tokens."""
         ids = []
         mask = []
         log_probs = []
@@ -180,12 +177,11 @@ class MicroBatch:
 def build_minibatches(rollout, advantages, cfg, keeps_all=False):
     """Split a rollout into minibatches, one per optimizer step: lists of micro-batches.
 
-    A micro-batch holds at most micro_batch_tokens, or a single response. The micro-batches are
-    built once and serve for the old and the new log-probs. With other padding or other neighbours,
-    the same log-probs would be rounded differently, and GSPO's clip range is so narrow that this
-    would matter. Responses with advantage 0 have no gradient and are left out, as are empty
-    minibatches, but train_step counts them in the denominator. keeps_all: all responses stay, for
-    a loss with a KL or entropy term."""
+    A micro-batch holds at most micro_batch_tokens, or a single response. It serves for the old and
+    the new log-probs. With other padding or other neighbours, the same log-probs would be rounded
+    differently, which would matter for GSPO's narrow clip range. Responses with advantage 0 have no
+    gradient and are left out, as are empty minibatches, but train_step counts them in the
+    denominator. keeps_all: all responses stay, for a loss with a KL or entropy term."""
     minibatches = []
     size = len(rollout.responses) // cfg.minibatches  # a multiple of group_size
     for start in range(0, len(rollout.responses), size):
@@ -223,8 +219,7 @@ def response_log_probs(model, batch, temperature):
     head = model.get_output_embeddings()
 
     def log_probs_of(hidden, tokens):
-        logits = head(hidden)[None]
-        return token_log_probs(logits, tokens[None], temperature)[0]
+        return token_log_probs(head(hidden)[None], tokens[None], temperature)[0]
 
     chunk_size = max(256, 2**22 // len(head.weight))
     chunks = []
@@ -339,16 +334,14 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
           user_state=None, **replaced):
     """Train for max_steps rollouts, from the beginning or from a saved state.
 
-    questions, held_out: lists of dicts with a "question" and the columns that the reward needs.
-    state: from load_state. on_step: called with the row of each step, such as wandb.log. It may add
-    to the row. If it returns True, or `stop` is set, the run ends after the step. user_state: a
-    dict of your own that is saved with the run; resuming gives it its saved values. replaced:
-    functions to use in place of the default ones, by their names in Parts. If output_dir is None,
-    no row is printed or written. Returns the rows; that of step 0 is only an evaluation.
-    ValueError: these arguments cannot be used. OSError: the run cannot be saved."""
+    questions, held_out: dicts with a "question" and the columns that the reward needs. state: from
+    load_state. on_step: called with the row of each step, to which it may add, such as wandb.log.
+    If it returns True, or the Event `stop` is set, the run ends after the step. user_state: a dict
+    that is saved with the run and restored on resuming. replaced: functions in place of those in
+    Parts, by their names. Without an output_dir, nothing is printed or written. Returns the rows;
+    that of step 0 is an evaluation. ValueError: bad arguments. OSError: the run cannot be saved."""
     model.eval()  # without dropout, which would give each forward pass other log-probs
     questions = list(questions)
-    stop = stop or Event()
     parts = replace_parts(Parts(), replaced)
     optimizer = parts.make_optimizer(model)
     optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
@@ -362,13 +355,11 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
                 row = train_step(model, tokenizer, optimizer, picked, step, cfg, parts)
             row |= notes([*run.rows, row])
             is_last = step == cfg.max_steps
-            results = []
             if held_out and (is_last or step % (cfg.eval_steps or cfg.save_steps) == 0):
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
-                results = row.pop("eval_results")
-            if on_step and str(on_step(row)) == "True":  # it may be numpy's
-                stop.set()
-            ends = is_last or stop.is_set()
+            results = row.pop("eval_results", [])
+            is_asked_to_end = on_step and str(on_step(row)) == "True"  # it may be numpy's
+            ends = is_last or is_asked_to_end or (stop and stop.is_set())
             run.add(row, results, is_saved=ends or step % cfg.save_steps == 0)
             if ends:
                 break

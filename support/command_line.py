@@ -30,8 +30,7 @@ def check_values(cfg, algorithms):
     """ValueError: a setting is out of range, or its algorithm (a row of ALGORITHMS) is unusable."""
     if cfg.algorithm not in algorithms:
         raise ValueError(f"--algorithm {cfg.algorithm} is none of {', '.join(algorithms)}")
-    ratio = algorithms[cfg.algorithm].ratio
-    if ratio not in ("sequence", "token"):
+    if (ratio := algorithms[cfg.algorithm].ratio) not in ("sequence", "token"):
         raise ValueError(f"Algorithm(ratio={ratio!r}) must be 'sequence' or 'token'")
     if cfg.micro_batch_tokens is None:
         cfg.micro_batch_tokens = micro_batch_tokens(cfg.device)

@@ -65,10 +65,10 @@ def cache_can_be_static(model, length):
     """Whether `static_rollout` supports this model: only attention layers, with SDPA, no sliding
     window that is shorter than `length` tokens, no mixture of experts, and no dynamic rope."""
     has_experts = any(p.dim() == 3 for p in model.parameters())  # the CPU decides which ones run
-    if "'dynamic'" in str(getattr(model.config, "rope_parameters", "")):  # the CPU reads positions
-        return False
+    has_dynamic_rope = "'dynamic'" in str(getattr(model.config, "rope_parameters", ""))
     is_capturable = getattr(model.get_decoder(), "_can_compile_fullgraph", False)
-    if has_experts or not is_capturable or model.config._attn_implementation != "sdpa":
+    has_sdpa = model.config._attn_implementation == "sdpa"
+    if has_experts or has_dynamic_rope or not is_capturable or not has_sdpa:
         return False
     kinds = StaticLayer, StaticSlidingWindowLayer
     layers = StaticCache(config=model.config, max_cache_len=length).layers
@@ -85,8 +85,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
     width = max(map(len, prompts))
     cache = StaticCache(config=model.config, max_cache_len=width + max_length)
     logits, mask = prefill(model, cache, prompts, group_size)
-    not_padding = torch.nn.functional.pad(mask.bool(), (0, max_length), value=True)
-    not_padding = not_padding[:, None, None]
+    not_padding = torch.nn.functional.pad(mask.bool(), (0, max_length), value=True)[:, None, None]
     columns = torch.arange(width + max_length, device=mask.device)
     t = torch.zeros(1, dtype=torch.long, device=mask.device)  # tokens sampled so far
     tokens = torch.zeros(len(mask), max_length, dtype=torch.long, device=mask.device)
@@ -102,8 +101,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
         last = tokens.index_select(1, t - 1)
         visible = not_padding & (columns < width + t)  # (B, 1, 1, columns of the cache)
         positions = mask.sum(1, keepdim=True) + t - 1
-        logits = next_logits(model, cache, last, visible, positions)
-        draw(logits)
+        draw(next_logits(model, cache, last, visible, positions))
 
     draw(logits)
     for done in tqdm(range(1, max_length), "sampling, tokens", leave=False, delay=1):
@@ -137,7 +135,7 @@ def run_and_capture(decode):
             raise torch.OutOfMemoryError(str(error)) from error
         if "CUDA error" in str(error):
             raise ValueError(f"this model cannot be recorded in a CUDA graph ({error!r:.200}). Use "
-                             "main(generate=dynamic_rollout), from support.sampling") from None
+                             "main(generate=train_math.dynamic_rollout)") from None
         note(f"sampling without a CUDA graph, which is slow: {error!r:.200}")
         return decode
     return graph.replay

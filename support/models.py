@@ -33,17 +33,15 @@ def check_folder(name):
     if (run / "state.pt").exists() and not (run / "model").exists():
         raise ValueError(f"the run in {run} ended before it wrote its model. To write the model of "
                          f"its last save: python -m tools.save_model {run}")
-    is_path = folder.is_absolute() or len(folder.parts) > 2 or str(name).startswith((".", "~"))
-    if is_path and not folder.exists():
-        raise ValueError(f"there is no folder {name}")
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         if not importlib.util.find_spec("peft"):
             raise ValueError(f"{name} holds a LoRA adapter, which needs the package peft")
         check_folder(json.loads(adapter.read_bytes())["base_model_name_or_path"])
     elif folder.exists() and not (folder / "config.json").exists():
-        raise ValueError(f"{name} has no config.json, so it holds no model. The model of a run is "
-                         "in its folder `model`")
+        raise ValueError(f"{name} has no config.json. The model of a run is in its folder `model`")
+    elif not folder.exists() and (len(folder.parts) > 2 or str(name).startswith((".", "/", "~"))):
+        raise ValueError(f"there is no folder {name}")
 
 
 def adamw(model):

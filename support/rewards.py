@@ -55,7 +55,7 @@ def score_rollout(reward, rollout, cfg, step=None):
 
     def log_metric(name, value):
         if name in TAKEN or name.startswith("eval_"):
-            raise ValueError(f"log_metric: the name {name!r} is taken")
+            raise ValueError(f"log_metric: the name {name} is taken")
         metrics[name] = value
 
     cut = [len(response) == cfg.max_completion_length for response in rollout.responses]

@@ -23,16 +23,16 @@ def end_tokens(model, tokenizer):
 
 def check_rollout(rollout, questions, group_size):
     """ValueError: a sampler has not returned `group_size` responses to each question, group by
-    group, with all that a Rollout has for each of them. In an evaluation (group_size 1), they must
-    be responses to these questions, and not to others."""
+    group, with all that a Rollout has for each. In an evaluation, it is 1, and the questions are
+    those that were asked."""
     counts = {name: len(values) for name, values in vars(rollout).items()}
     if set(counts.values()) != {len(questions) * group_size}:
         raise ValueError(f"the sampler must return {group_size} responses to each of "
                          f"{len(questions)} questions, but it returned {counts}")
     answered = [row["question"] for row in rollout.questions]
     if group_size == 1 and answered != [row["question"] for row in questions]:
-        raise ValueError("in an evaluation (group_size 1), the sampler must answer the questions "
-                         "that it gets, and no others")
+        raise ValueError("with a group_size of 1, as in an evaluation, the sampler must answer the "
+                         "questions that it gets")
     width = rollout.log_probs.shape[1]
     for i, response in enumerate(rollout.responses):
         if rollout.prompts[i] != rollout.prompts[i - i % group_size]:
@@ -41,20 +41,11 @@ def check_rollout(rollout, questions, group_size):
             raise ValueError("each token of a response needs a value of is_sampled and log_probs")
 
 
-# ---- one token -----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def next_logits(model, cache, ids, mask, positions):
     """The logits (n, V) of the token after ids (n, L), whose keys and values go into the cache."""
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        cache=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions,
+                   cache=cache, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1]
 
 
@@ -90,13 +81,9 @@ def prefill(model, cache, prompts, group_size):
     ids = ids.clamp(min=0)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = next_logits(model, cache, ids, mask, positions)
-    copies = torch.arange(len(prompts), device=ids.device)
-    copies = copies.repeat_interleave(group_size)
+    copies = torch.arange(len(prompts), device=ids.device).repeat_interleave(group_size)
     cache.reorder_cache(copies)
     return logits[copies], mask[copies]
-
-
-# ---- the sampler ---------------------------------------------------------------------------------
 
 
 def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids):

@@ -30,8 +30,7 @@ def locked(folder):
 
 
 class Run:
-    """The rows of a run, one dict per step, and its files. Without an output_dir, it has no files,
-    and nothing is printed."""
+    """The rows of a run, one dict per step, and its files. It has none without an output_dir."""
 
     def __init__(self, cfg, model, tokenizer, optimizer, questions, state=None, user_state=None):
         """state: from load_state, and then model, optimizer and user_state continue from it.
@@ -89,10 +88,9 @@ class Run:
         partial = self.folder / "partial"
         try:
             torch.save(state, partial)
-        except RuntimeError:
-            raise OSError(f"{partial} cannot be written (is the disk full?)") from None
-        try:
             torch.load(partial, map_location="cpu", mmap=True)
+        except (OSError, RuntimeError):
+            raise OSError(f"{partial} cannot be written (is the disk full?)") from None
         except Exception as error:  # torch.load raises many kinds
             raise ValueError("user_state may hold only tensors, numbers, texts, and lists, tuples "
                              f"and dicts of them ({type(error).__name__})") from None

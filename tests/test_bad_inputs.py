@@ -5,6 +5,7 @@ and the words that the line must contain.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import support.saving
 import train_math
+from gspo import gspo_loss
 from tests.conftest import (
     at_call,
     names_in,
+    one_line,
     parity_reward,
     refused,
     settings,
@@ -22,6 +25,7 @@ from tests.conftest import (
     train,
     write_jsonl,
 )
+from tools import save_model
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 
@@ -196,8 +200,27 @@ def test_a_wrong_name_of_a_part_is_answered_with_the_right_ones(command, fresh):
         train(fresh, loss=parity_reward)
 
 
+def mean_of_micro_batch(log_probs, old, advantages, mask, low, high, denominator):
+    return gspo_loss(log_probs, old, advantages, mask, low, high)
+
+
+def partly_divided(*arguments):
+    return gspo_loss(*arguments) - 0.1 * arguments[0].mean()
+
+
+def twice_divided(*arguments):
+    return gspo_loss(*arguments) / arguments[-1]
+
+
+HALF = "with twice the denominator, it is not half"
+
+
 @pytest.mark.parametrize("loss, error, words", [
     (lambda log_probs, *rest: log_probs.sum(1), SystemExit, "the loss must be one number"),
+    (lambda log_probs, old, advantages, mask, *rest: -log_probs.mean(), SystemExit, HALF),
+    (mean_of_micro_batch, SystemExit, HALF),
+    (partly_divided, SystemExit, HALF),
+    (twice_divided, SystemExit, HALF),
     (lambda log_probs, *rest: log_probs.my_name, AttributeError, "my_name"),
 ])
 def test_a_wrong_loss_is_noticed_before_any_step(
@@ -228,3 +251,75 @@ def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(tmp_pat
     shown = capsys.readouterr().out
     assert "2 held-out questions are left out" in shown
     assert "these parts of the data are not used: dev" in shown
+
+
+# ---- folders of models ---------------------------------------------------------------------------
+
+
+def killed_run(folder):
+    (folder / "runs" / "k").mkdir(parents=True)
+    (folder / "runs" / "k" / "state.pt").touch()
+
+
+def adapter(folder, base="Qwen/Qwen2.5-0.5B-Instruct"):
+    (folder / "adapter").mkdir()
+    text = json.dumps({"base_model_name_or_path": base})
+    (folder / "adapter" / "adapter_config.json").write_text(text)
+
+
+@pytest.mark.parametrize("name, prepare, words", [
+    ("{}/nowhere/model", None, ["there is no folder", "nowhere/model"]),
+    ("./model", None, ["there is no folder ./model"]),
+    ("runs/mine/model", None, ["there is no folder runs/mine/model"]),
+    ("~/model", None, ["there is no folder ~/model"]),
+    ("runs/k/model", killed_run, ["ended before it wrote its model", "tools.save_model runs/k"]),
+    ("runs/k", killed_run, ["ended before it wrote its model", "tools.save_model runs/k"]),
+    ("{}/runs/k", killed_run, ["tools.save_model {}/runs/k"]),
+    ("runs", killed_run, ["has no config.json", "in its folder `model`"]),
+    ("adapter", adapter, ["LoRA adapter", "peft"]),
+])
+def test_a_folder_without_a_model_is_refused_for_what_it_is(
+        command, tmp_path, monkeypatch, name, prepare, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    if prepare:
+        prepare(tmp_path)
+    line = refused(command, tmp_path / "run", "--model", name.format(tmp_path))
+    for word in words:
+        assert word.format(tmp_path) in line
+    assert line.startswith("train_math.py: --model ")
+
+
+def test_an_adapter_names_its_base_that_is_not_there(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    adapter(tmp_path, "lesson/another/model")
+    line = refused(command, tmp_path / "run", "--model", str(tmp_path / "adapter"))
+    assert "there is no folder lesson/another/model" in line
+
+
+def test_several_processes_are_refused_with_the_recipe(command, tmp_path, monkeypatch):
+    for number in "1", "":
+        monkeypatch.setenv("WORLD_SIZE", number)
+        folder = str(tmp_path / f"x{number}")
+        train_math.main([*command, "--max_steps", "1", "--output_dir", folder])
+    for number in "2", "16":
+        monkeypatch.setenv("WORLD_SIZE", number)
+        assert "'Several processes' in guides/own_task.md" in refused(command, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- the model of a killed run -------------------------------------------------------------------
+
+
+def test_the_model_of_the_last_save_of_a_killed_run_can_be_written(command, whole, tmp_path):
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    shutil.copy(whole / "state.pt", folder)
+    save_model.main([str(folder)])
+    for path in (whole / "model").iterdir():
+        assert (folder / "model" / path.name).read_bytes() == path.read_bytes()
+    assert "no such" in str(one_line(save_model.main, tmp_path / "none")).lower()
+    state = torch.load(folder / "state.pt")
+    state["model"]["lora_A"] = state["model"].pop("model.norm.weight")
+    torch.save(state, folder / "state.pt")
+    assert "do not fit the model" in one_line(save_model.main, folder)

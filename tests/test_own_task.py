@@ -88,6 +88,14 @@ class TestAFaultyReward:
     def test_that_raises_is_named_too(self, command, tmp_path, reward, said):
         assert said in self.line(command, tmp_path, reward)
 
+    @pytest.mark.parametrize("name", ["reward", "step", "entropy", "notes", "eval_mine"])
+    def test_that_logs_a_metric_with_a_name_that_is_taken_is_refused(self, command, tmp_path, name):
+        def reward(prompts, completions, log_metric, **columns):
+            log_metric(name, 1)
+            return parity_reward(prompts, completions)
+
+        assert f"the name {name} is taken" in self.line(command, tmp_path, reward)
+
     def line(self, command, tmp_path, reward):
         def generate(model, prompts, group_size, max_length, *rest):
             assert len(prompts) == 2 and max_length == 8, "the long work has begun"
@@ -339,6 +347,34 @@ class TestWhatIsKept:
     def test_a_column_with_the_name_of_an_argument_is_named(self, fresh, name):
         with pytest.raises(RewardError, match=f"multiple values.*'{name}'"):
             train(fresh, [row | {name: 1} for row in sums(4)])
+
+
+class TestAReward:
+    def test_gets_the_step_or_none_in_the_trial_and_in_evaluations(self, command, tmp_path):
+        steps = []
+
+        def reward(prompts, completions, step, **columns):
+            steps.append(step)
+            return parity_reward(prompts, completions)
+
+        train_math.main([*command, "--output_dir", str(tmp_path), "--max_steps", "3"], reward)
+        assert steps == [None, None, 1, 2, None, 3, None]
+
+    def test_may_keep_log_metric_for_a_loss_until_the_step_ends(self, fresh, own_loss):
+        def reward(prompts, completions, log_metric, **columns):
+            kept.append(log_metric)
+            return parity_reward(prompts, completions)
+
+        def loss(*arguments, **more):
+            value = gspo.gspo_loss(*arguments, **more)
+            values.append(value.item())
+            kept[-1]("mean_loss", sum(values) / len(values))
+            return value
+
+        kept, values = [], []
+        own_loss(loss)
+        _, row = train(fresh, reward=reward, max_steps=1)
+        assert row["mean_loss"] == sum(values) / len(values) and len(values) > 1
 
 
 class TestOneRollout:

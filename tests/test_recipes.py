@@ -3,7 +3,9 @@
 The gradient of each update agrees with a formula that is written out: one response at a time,
 without padding and micro-batches. A run that is killed continues as if it had not been."""
 import copy
+import os
 import re
+import subprocess
 import sys
 import zlib
 from unittest import mock
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import train_math
-from tests.conftest import block, without_clocks
+from tests.conftest import TOP, block, parity_reward, without_clocks
 from tools.logs import read
 from tools.warm_up import tiny_tokenizer
 
@@ -60,7 +62,6 @@ def recipe(command, monkeypatch, tmp_path):
     """A function that runs a recipe and returns its updates. An update is (the model before it, the
     gradients, the rollouts until then). A rollout is (the model before its step, the Rollout)."""
     main = train_math.main
-    clip = torch.nn.utils.clip_grad_norm_
     rollouts = []
     updates = []
 
@@ -85,15 +86,15 @@ def recipe(command, monkeypatch, tmp_path):
             if group_size > 1:
                 rollouts.append((before, rollout))
 
-                def record(parameters, most):
-                    grads = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
-                    updates.append((copy.deepcopy(model), torch.cat(grads), list(rollouts)))
-                    return clip(model.parameters(), most)
-
-                monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
             return rollout
 
-        main([*flags, "--algorithm", algorithm], **parts | {"sample": sample} | more)
+        def clip_gradients(model):
+            grads = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
+            updates.append((copy.deepcopy(model), torch.cat(grads), list(rollouts)))
+            return train_math.clip_gradients(model)
+
+        own = {"sample": sample, "clip_gradients": clip_gradients}
+        main([*flags, "--algorithm", algorithm], **parts | own | more)
         return updates
 
     with mock.patch.dict(train_math.ALGORITHMS):
@@ -235,3 +236,59 @@ def test_a_killed_run_continues(recipe, name, tmp_path):
     states = [torch.load(folder / "state.pt") for folder in folders]
     for part in "model", "user_state":
         torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
+
+
+SEVERAL = """
+import functools, os, torch, train_math
+from tests.conftest import parity_reward
+from tests.test_recipes import one_prompt_at_a_time
+
+def on_step(row):
+    if row["step"] == int(os.environ.get("KILLED_IN", -1)):
+        os._exit(9)
+
+train_math.train = functools.partial(
+    train_math.train, on_step=on_step, reward=parity_reward, generate=one_prompt_at_a_time)
+""" + block(PAGE, "all_gather_object")
+
+
+def one_prompt_at_a_time(model, prompts, group_size, max_length, temperature, end_ids):
+    """Responses that do not depend on the other prompts of a process."""
+    generated = []
+    with torch.random.fork_rng():
+        for prompt in prompts:
+            torch.manual_seed(sum(prompt))
+            generated.append(train_math.generate(
+                model, [prompt], group_size, max_length, temperature, end_ids))
+    responses, log_probs = zip(*generated)
+    return sum(responses, []), torch.cat(log_probs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("questions, minibatches", [("4", "2"), ("4", "4"), ("3", "1")])
+def test_two_processes_equal_one_and_continue_after_a_kill(
+        command, tmp_path, questions, minibatches):
+    """With four minibatches, some processes have no response with a gradient. With three questions,
+    the shares differ."""
+    assert len(block(PAGE, "all_gather_object").splitlines()) <= 60
+    flags = [*command, "--prompts_per_step", questions, "--minibatches", minibatches,
+             "--learning_rate", "3e-4", "--group_size", "2", "--max_steps", "5"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_math.main([*flags, "--output_dir", str(one)], parity_reward,
+                    generate=one_prompt_at_a_time)
+    (tmp_path / "mine.py").write_text(SEVERAL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc_per_node", "2", tmp_path / "mine.py"]
+    environment = os.environ | {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1"}
+    for killed in {"KILLED_IN": "3"}, {}:
+        done = subprocess.run([*launcher, *flags, "--output_dir", two], capture_output=True,
+                              text=True, cwd=TOP, env=environment | killed)
+        assert (done.returncode == 0) is not bool(killed), done.stderr
+        assert len(torch.load(two / "state.pt")["rows"]) == (3 if killed else 6)
+    for mine, other in zip(read(one / "metrics.jsonl"), read(two / "metrics.jsonl"), strict=True):
+        names = {"reward", "entropy", "response_length", "equal_reward_groups", "eval_reward"}
+        for name in names & mine.keys():
+            assert mine[name] == pytest.approx(other[name], rel=1e-4)
+    weights, others = (torch.load(folder / "state.pt")["model"] for folder in (one, two))
+    for name, values in weights.items():
+        torch.testing.assert_close(values, others[name], rtol=0, atol=2e-6)

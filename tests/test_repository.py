@@ -123,6 +123,8 @@ class TestTree:
             names = imported_by(source_of(path))
             assert not names & set(modules[i + 1:]), path
             assert not any(name.split(".")[0] == "tests" for name in names), path
+            is_core = path == "train_math.py" or path.startswith("support/")
+            assert is_core or "support" not in packages(source_of(path)), path
 
 
 class TestSize:

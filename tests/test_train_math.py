@@ -3,6 +3,7 @@
 Further tests of it are in test_answers, test_rollout, test_bad_inputs and test_own_task.
 """
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -25,6 +26,7 @@ import support.metrics
 import support.questions
 import train_math
 from gspo import group_advantages, gspo_loss
+from support.rewards import TAKEN
 from tests.conftest import (
     QUESTIONS,
     assert_same,
@@ -295,7 +297,7 @@ class TestTraining:
         def bad_loss(*arguments, **more):
             return bad * gspo_loss(*arguments, **more)
 
-        own_loss(at_call(6, gspo_loss, bad_loss))  # the first three are the trial
+        own_loss(at_call(5, gspo_loss, bad_loss))  # the first two are the trial
         line = refused(command, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
         assert "step 3: the loss or the weights are not finite" in line
         assert "--learning_rate" in line
@@ -335,6 +337,8 @@ class TestTraining:
             "log_ratio_mean", "log_ratio_std", "seconds", "seconds_rollout",
         }
         evaluation = {"eval_questions", "eval_reward", "eval_reward_interval"}
+        evaluated = {name.removeprefix("eval_") for name in evaluation}
+        assert metrics | evaluated | {"settings", "notes"} <= TAKEN, "a reward cannot log these"
         assert set(rows[0]) == {"step", "settings"} | evaluation
         for row in rows[1:]:
             assert set(row) - evaluation == metrics, "no texts, for example"
@@ -385,6 +389,64 @@ class TestEvaluation:
         assert asked[1] == (10, 1, 9, 0.5)
         assert support.metrics.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
 
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_of_several_responses_has_them_side_by_side_and_no_interval(self, tiny, temperature):
+        def reward(prompts, completions, log_metric, **columns):
+            log_metric("seen", len(prompts))
+            return parity_reward(prompts, completions)
+
+        row = train_math.evaluate(
+            *tiny, sums(5), settings(), temperature, group_size=3, reward=reward)
+        results = row["eval_results"]
+        assert [result["question"] for result in results] == [
+            question["question"] for question in sums(5) for _ in range(3)]
+        assert row["eval_questions"] == 5 and row["eval_seen"] == 15
+        assert row["eval_reward"] == sum(result["reward"] for result in results) / 15
+        assert "eval_reward_interval" not in row
+        texts = [result["response"] for result in results]
+        groups = [len(set(texts[i:i + 3])) for i in range(0, 15, 3)]
+        assert set(groups) == {1} if temperature == 0 else max(groups) == 3
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_is_without_dropout_and_leaves_each_module_in_its_mode(self, fails):
+        def reward(prompts, completions, **columns):
+            return [sum(map(ord, text)) for text in completions]
+
+        def sample(*arguments):
+            assert not any(module.training for module in model.modules())
+            if fails:
+                raise OSError("no engine")
+            return train_math.sample(*arguments)
+
+        model, tokenizer = model_of("GPT-2")
+        model.eval()
+        expected = train_math.evaluate(model, tokenizer, sums(5), settings(), reward=reward)
+        model.train()
+        model.get_decoder().h[0].eval()
+        modes = [module.training for module in model.modules()]
+        with pytest.raises(OSError) if fails else contextlib.nullcontext():
+            found = train_math.evaluate(
+                model, tokenizer, sums(5), settings(), reward=reward, sample=sample)
+            assert found == expected
+        assert modes == [module.training for module in model.modules()] and len(set(modes)) == 2
+
+    @pytest.mark.parametrize("change", [
+        lambda rows: [{"question": "mine?", "answer": "1"}] * len(rows),
+        lambda rows: rows[::-1],
+        lambda rows: [rows[0]] * len(rows),
+        lambda rows: [*rows[:-1], rows[-1] | {"question": "another?"}],
+    ])
+    def test_of_other_questions_than_those_asked_is_refused(self, fresh, change):
+        def sample(model, tokenizer, questions, *others):
+            return train_math.sample(model, tokenizer, change(questions), *others)
+
+        for group_size in 1, 2:
+            with pytest.raises(ValueError, match="answer the questions that it gets"):
+                train_math.evaluate(
+                    *fresh, sums(3), settings(), group_size=group_size, sample=sample)
+        with pytest.raises(ValueError, match="answer the questions that it gets"):
+            check(*fresh, sample=sample)
+
     @pytest.mark.parametrize("values, interval", [
         ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
     def test_with_an_own_reward_has_an_interval_where_it_is_0_or_1(self, fresh, values, interval):
@@ -430,6 +492,10 @@ KILLS = {  # what is called, which call of it, and what it does instead
 }
 
 
+OTHER_SIGNALS = [name for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+                 if hasattr(signal, name)]  # Windows has none of them
+
+
 class TestResuming:
     @pytest.mark.parametrize("moment", KILLS)
     def test_after_a_kill_equals_a_run_never_killed(
@@ -452,12 +518,15 @@ class TestResuming:
         [signal.SIGTERM],
         [signal.SIGTERM, signal.SIGINT],
         [signal.SIGTERM, signal.SIGTERM],
+        *([signal.Signals[name]] for name in OTHER_SIGNALS),
+        *([signal.Signals[name]] * 2 for name in OTHER_SIGNALS[:2]),
+        *([signal.Signals[name], signal.SIGTERM] for name in OTHER_SIGNALS[:2]),
     ])
     def test_after_a_signal_equals_a_run_never_stopped(
             self, command, whole, tmp_path, capsys, signals):
         """The signal comes in the middle of step 3 of 6. After one signal, the step is finished and
-        saved. After two, which may be different ones, the run ends at once. Afterwards, the earlier
-        handlers are in place."""
+        saved. After two, the run ends at once if the second is SIGINT or SIGTERM. Afterwards, the
+        earlier handlers are in place."""
         training = itertools.count(1)
 
         def reward(prompts, completions, **columns):
@@ -468,23 +537,40 @@ class TestResuming:
 
         own = signal.default_int_handler  # a program in the background ignores SIGINT
         before = {each: signal.signal(each, own) for each in (signal.SIGINT, signal.SIGTERM)}
+        others = [signal.getsignal(signal.Signals[name]) for name in OTHER_SIGNALS]
         try:
             with pytest.raises(SystemExit) as stop:
                 run(command, tmp_path / "a", reward=reward)
             assert all(signal.getsignal(each) is own for each in before)
+            assert others == [signal.getsignal(signal.Signals[name]) for name in OTHER_SIGNALS]
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
         assert "This step will be finished and saved" in capsys.readouterr().out
-        if len(signals) == 2:
+        ends_at_once = signals[1:] and signals[1] in before
+        if ends_at_once:
             assert "What was saved is intact" in stop.value.code
         else:
             assert stop.value.code == 128 + signals[0]
             assert (tmp_path / "a" / "model" / "model.safetensors").exists()
         rows = torch.load(tmp_path / "a" / "state.pt")["rows"]
-        assert len(rows) == 5 - len(signals)
+        assert len(rows) == (3 if ends_at_once else 4)
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+    @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda number, frame: None])
+    def test_leaves_signals_that_are_ignored_or_have_a_handler(self, command, tmp_path, handler):
+        """nohup ignores SIGHUP."""
+        def reward(prompts, completions, **columns):
+            os.kill(os.getpid(), signal.SIGHUP)
+            return parity_reward(prompts, completions)
+
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            assert len(run(command, tmp_path / "a", reward=reward)) == 7
+        finally:
+            signal.signal(signal.SIGHUP, before)
 
     def test_takes_other_sizes_a_new_place_and_more_steps(self, command, whole, tmp_path, capsys):
         folder = tmp_path / "moved"
@@ -730,6 +816,31 @@ class TestModels:
         rows = train((model, tokenizer), max_steps=2)
         assert not model.training
         assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
+
+    def test_keep_their_weights_at_a_learning_rate_of_0(self, command, world, tmp_path):
+        rows = run(command, tmp_path / "a", "--learning_rate", "0", "--epochs", "2")
+        for row in rows[1:]:
+            assert row["log_ratio_first_max"] == row["log_ratio_mean"] == row["log_ratio_std"] == 0
+            assert row["grad_norm"] > 0
+        weights = [Path(folder, "model", "model.safetensors").read_bytes()
+                   for folder in (world, tmp_path / "a")]
+        assert weights[0] == weights[1]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_with_frozen_weights_in_half_precision_are_refused_for_their_precision(
+            self, tiny, dtype):
+        """As with a LoRA adapter in float32 over such weights."""
+        model, tokenizer = tiny
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.data = parameter.data.to(dtype)
+                parameter.requires_grad_(False)
+        with torch.autocast("cpu", dtype), pytest.raises(ValueError) as refusal:
+            check(model, tokenizer)
+        assert f"Weights in {dtype} round too much: load the model in float32" in str(refusal.value)
 
     def test_in_half_precision_are_refused_with_the_remedy(self, fresh):
         model, _ = fresh
