@@ -5,7 +5,7 @@
 
 Nothing is trained or measured. The logs are in logs/, one packed file per experiment
 (tools/logs.py). The scripts that made some of them were deleted after their runs. README.md says
-which commit has them. lesson/results/bugs.md is not included: `python -m homework.find_the_bug
+which commit has them. homework/bugs.md is not included: `python -m homework.find_the_bug
 --all` makes its runs in six minutes.
 """
 import argparse
@@ -271,7 +271,7 @@ def collapses(every, tuned, lesson):
         for row in lesson[part]:
             first, last = row["rows"][0], row["rows"][-1]
             if row["variant"].startswith("no clip"):
-                group_of = group + ", 8 updates" * row["variant"].endswith("one epoch")
+                group_of = group + ", 4 updates" * row["variant"].endswith("one epoch")
                 add(group_of, first["settings"]["learning_rate"],
                     last["sampled"] - first["start"]["1.0"], last["eval_reward"])
     for row in lesson["collapse"]:

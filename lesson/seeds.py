@@ -10,7 +10,7 @@ trains on fresh pairs, which were used to evaluate these settings. evidence/plan
 the settings, the criterion and the pairs, and was committed before the fresh runs. A run that is in
 evidence/logs/lesson.jsonl.gz is not repeated. If a command is interrupted, run it again to
 continue. `--worlds 13 14` restricts a process to these worlds, so that two processes can divide the
-work. `table` trains nothing. It only prints the table and draws lesson/results/collapse.png.
+work. `table` trains nothing. It only prints the table and draws lesson/collapse.png.
 """
 import argparse
 import json
@@ -35,7 +35,7 @@ from lesson import tiny
 from tools import plot
 from tools.logs import append, make_writable, read, read_packed
 
-PICTURE = Path(__file__).with_name("results") / "collapse.png"
+PICTURE = Path(__file__).with_name("collapse.png")
 LOG = Path(__file__).parents[1] / "evidence" / "logs" / "lesson.jsonl.gz"
 LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # now the default of lesson/tiny.py, too
 CHOICE = [(1, 41), (1, 42)]  # (world, seed)

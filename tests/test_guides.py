@@ -59,7 +59,7 @@ def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_table_of_the_recipe_for_a_laptop_is_that_of_its_logs(seed):
-    logs = read_packed(TOP / "guides/reviews/runs.jsonl.gz")
+    logs = read_packed(TOP / "evidence/logs/reviews.jsonl.gz")
     found = {}
     for name in "eval_0", "eval_16", "metrics":
         rows = logs[f"seed_{seed}/{name}"]
