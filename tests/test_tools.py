@@ -186,6 +186,21 @@ class TestEvaluate:
         assert "cannot be written" in one_line(evaluate.main, tmp_path / name, *flags)
         assert (tmp_path / "file").read_text() == "kept"
 
+    def test_a_reward_that_needs_another_column_is_refused_after_one_question(
+            self, flags, tmp_path):
+        asked = []
+
+        def reward(prompts, completions, difficulty, **columns):
+            return [1.0] * len(completions)
+
+        def encode_prompts(tokenizer, questions, cfg):
+            asked.append(len(questions))
+            return train_math.encode_prompts(tokenizer, questions, cfg)
+
+        line = one_line(evaluate.main, tmp_path / "a.jsonl", *flags, reward=reward,
+                        encode_prompts=encode_prompts)
+        assert "difficulty" in line and asked == [1]
+
     @pytest.mark.parametrize("changed, named", [
         (["--instruction=x"], "instruction"), (["--system=x"], "system"), (["--seed=1"], "seed"),
         (["--max_completion_length=2"], "max_completion_length"), (["--eval_size=2"], "questions")])

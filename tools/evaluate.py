@@ -113,6 +113,9 @@ def ask(path, name, questions, temperatures, cfg, samples=1, answer_of=None, **r
     todo = missing(path, temperatures, samples)
     if not todo:
         print(f"{path} has these answers already, so nothing was asked")
+    for temperature, _ in todo[:1]:  # a trial: the reward may need a column that is not there
+        with train_math.exits_with("a trial with the first question"):
+            train_math.evaluate(model, tokenizer, questions[:1], cfg, temperature, **replaced)
     for temperature, sample in todo:
         torch.manual_seed(cfg.seed * 1_000_003 + sample)
         row = train_math.evaluate(model, tokenizer, questions, cfg, temperature, **replaced)
