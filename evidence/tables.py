@@ -771,6 +771,13 @@ def gsm8k_steps(logs):
 # ---- skill or sharpening -------------------------------------------------------------------------
 
 
+PASS_HEAD = """\
+Each model answered each question 16 times at temperature 1. The brackets are 95% intervals over the
+questions, and gains are paired. On the small world, 16 blind guesses have a pass@16 of 81.5%.
+
+"""
+
+
 def pass_at_k(logs):
     """Each pair of models before and after training with `samples` responses to each question. A
     log has the number of correct ones and the reward of the majority, for each question."""
@@ -791,10 +798,12 @@ def pass_at_k(logs):
         outcomes.append([pair, len(before["pass@1"]), versus])
     text = markdown(["model", *before], lines)
     worlds = [found for pair, found in pairs.items() if pair.startswith("world")]
-    cells = [mean_difference(*([statistics.fmean(found[when][key]) for found in worlds]
-                               for when in ("after", "before"))) for key in before]
-    text += "\n" + markdown(["gain, points", *before], [["four worlds", *cells]])
-    return text + "\n" + markdown(
+    means = {when: [[statistics.fmean(found[when][key]) for found in worlds] for key in before]
+             for when in ("before", "after")}
+    gains = map(mean_difference, means["after"], means["before"])
+    text += "\n" + markdown(["four worlds, mean", *before], [
+        *([when, *map(percent, each)] for when, each in means.items()), ["gain, points", *gains]])
+    return PASS_HEAD + text + "\n" + markdown(
         ["model", "questions", f"{majority} before minus pass@1 after"], outcomes)
 
 

@@ -116,12 +116,16 @@ def table_line(name, rows, reference, temperature, form):
         how += f", {groups[0][0]['precision']}"
     extras = []
     for extra, digits in ("last_number", ".1%"), ("cut", ".0%"), ("tokens", ".0f"):
-        is_known = all(row.get(extra) is not None for group in groups for row in group)
-        extras.append(f"{mean(column(rows, temperature, extra)):{digits}}" if is_known else "-")
+        cell = "-"
+        if all(row.get(extra) is not None for group in groups for row in group):
+            share = mean(column(rows, temperature, extra))
+            cell = f"{share:{digits}}"
+        extras.append(cell)
     value = mean_text(rewards, form)
     if form == ".1%" and set(rewards) <= {0, 1}:
         value = f"{sum(rewards):.0f} of {len(rewards)}, {value}"
-    return f"| {' | '.join([name, how, value, extras[0], *versus, *extras[1:]])} |"
+    cells = [name, how, value, extras[0], *versus, *extras[1:]]
+    return f"| {' | '.join(cells)} |"
 
 
 def table(models, reference, title):
@@ -171,8 +175,12 @@ def majority(group):
 def counts(rows, temperature, n):
     """[(number of correct samples, reward of the majority)] of the first n samples of each
     question, in the order of the questions."""
-    groups = [group[:n] for group in by_question(rows, temperature).values()]
-    return [(sum(row["reward"] for row in group), majority(group)) for group in groups]
+    found = []
+    for group in by_question(rows, temperature).values():
+        first = group[:n]
+        correct = sum(row["reward"] for row in first)
+        found.append((correct, majority(first)))
+    return found
 
 
 def quantities(counted, n):
