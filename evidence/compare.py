@@ -31,7 +31,7 @@ from evidence import parts, successors
 from evidence.settings import EXPERIMENTS, NO_LOWER_BOUND, RETIRED, TASKS, settings_of
 from evidence.tables import COMPARISONS, comparable, comparison, read_runs, variants_of
 from lesson import tiny
-from tools.logs import append
+from tools.logs import append, make_writable
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,8 +207,8 @@ def main():
     args = parser.parse_args()
     if min(args.colds, args.seeds, args.jobs) < 1:
         parser.error("--colds, --seeds and --jobs must be at least 1")
-    for folder in (args.log.parent, COLD):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_writable(args.log)
+    COLD.mkdir(parents=True, exist_ok=True)
     for name in names if args.name == "all" else [args.name]:
         run_all(variants_of(name), args.colds, args.seeds, args.jobs, args.log)
         print(comparison(name, read_runs(args.log)))

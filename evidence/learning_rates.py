@@ -16,7 +16,7 @@ import train_math
 from evidence import compare
 from evidence.settings import GRPO, GSPO, NO_LOWER_BOUND, variant
 from evidence.tables import GRID, MODELS, QUESTIONS, finished_runs, learning_rates
-from tools.logs import append, read_packed
+from tools.logs import append, make_writable, read_packed
 
 LOG = Path(__file__).with_name("logs") / "learning_rates.jsonl.gz"
 RANGES = {  # the lower ones, chosen on other starting models at a learning rate of 3e-4
@@ -61,6 +61,7 @@ def main():
     parser.add_argument("--tasks", nargs="+", choices=list(MODELS), default=list(MODELS))
     args = parser.parse_args()
     torch.set_num_threads(1)
+    make_writable(LOG)
     compare.COLD.mkdir(parents=True, exist_ok=True)
     for model in filter(None, args.models):
         for task in args.tasks:

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import train_math
 from gspo import group_advantages, gspo_loss
-from tools.logs import read, write
+from tools.logs import make_writable, read, write
 from tools.warm_up import given_rollout
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
@@ -271,7 +271,8 @@ def main():
                         help="hub id or folder")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/rounding"))
     args = parser.parse_args()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
+    log = args.output_dir / "rounding.jsonl"
+    make_writable(log)
     cfg = train_math.Settings(device="cpu", minibatches=4, group_size=GROUP,
                               micro_batch_tokens=4096, instruction=INSTRUCTION,
                               dataset=str(args.gsm8k / "train.jsonl"))
@@ -297,7 +298,6 @@ def main():
             found = measure(copy.deepcopy(model).to(dtype), prompts, responses, starts, moved,
                             build, cfg)
         rows.append({"setting": name, **found})
-    log = args.output_dir / "rounding.jsonl"
     write(log, rows)
     print(table(by_setting(read(log))))
 

@@ -45,7 +45,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 import train_math
 from gspo import gspo_loss
-from tools.logs import read
+from tools.logs import make_writable, read
 from tools.warm_up import given_rollout
 
 try:
@@ -390,7 +390,7 @@ def main():
     if args.rounds < 2:
         parser.error("--rounds must be at least 2, because the first round is not counted")
     torch.set_num_threads(1)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
+    make_writable(args.output_dir / "rounds.jsonl")
     with open(args.output_dir / "rounds.jsonl", "w", encoding="utf-8") as log:
         for vocabulary in args.vocabulary:
             for name in args.workload:

@@ -31,8 +31,17 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import train_math
-from tools import evaluate
-from tools.logs import accuracy, accuracy_text, mean_difference, paired, read, read_packed, write
+from tools import answers, evaluate
+from tools.logs import (
+    accuracy,
+    accuracy_text,
+    make_writable,
+    mean_difference,
+    paired,
+    read,
+    read_packed,
+    write,
+)
 
 SETTINGS = [
     "--output_dir=runs/sums", "--instruction=Answer in one line.", "--max_completion_length=32",
@@ -104,7 +113,7 @@ def published():
 
 def correct(rows, temperature=0.0):
     """1 or 0 for each answer at a temperature, in the order of the questions."""
-    return evaluate.column(rows, temperature)
+    return answers.column(rows, temperature)
 
 
 def points(before, after):
@@ -195,7 +204,7 @@ def range_table(logs):
 def gsm8k_table(runs):
     """Markdown: the accuracy on 192 short questions of GSM8K after some runs."""
     def last_number(rows):
-        return evaluate.column(rows, 0.0, "last_number")
+        return answers.column(rows, 0.0, "last_number")
 
     before = last_number(runs["gspo_2"]["gsm8k_before"])
     lines = ["| model | greedy accuracy (95%) | minus pre-trained |", "|---|---|---|",
@@ -255,6 +264,8 @@ def main(argv):
         sys.exit("sums.py makes its own questions, so it does not accept --dataset")
     folder = Path(cfg.output_dir)
     refuse_another(folder, cfg)
+    for when in TEMPERATURES:
+        make_writable(folder / f"{when}.jsonl")
     questions, held_out = make_questions()
     if missing(folder, "after") or missing(folder, "after_given"):
         data = folder / "data"
@@ -265,6 +276,7 @@ def main(argv):
             write(data / "test.jsonl", held_out)
         own = [f"--dataset={data}", f"--output_dir={folder / 'training'}"]
         train_math.main(flags + own, reward=last_number_reward)
+    cfg = replace(cfg, seed=0)  # so that before.jsonl serves for runs with other seeds, too
     models = {"before": cfg.model, "after": folder / "training" / "model"}
     for when, model in models.items():
         evaluate.ask(folder / f"{when}.jsonl", model, held_out, TEMPERATURES[when], cfg,

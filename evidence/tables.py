@@ -20,8 +20,8 @@ from matplotlib.patches import Patch
 from evidence import rounding, speed, sums
 from evidence.settings import EARLY, EXPERIMENTS, NO_LOWER_BOUND, opening
 from lesson import seeds
-from tools import evaluate, plot
-from tools.logs import accuracy_text, mean_difference, paired, read_packed
+from tools import answers, plot
+from tools.logs import accuracy_text, mean_difference, mean_text, paired, read_packed
 from tools.plot import STYLES
 
 HERE = Path(__file__).parent
@@ -679,9 +679,9 @@ GPU_RUNS = "gspo_1e-6", "grpo_1e-6", "gspo_5e-6", "grpo_5e-6"
 def gsm8k_on_a_cpu(logs):
     """Each model is compared with the fine-tuned one, "cold", and GSPO with GRPO."""
     models = {name: logs[f"cpu/{name}"] for name in ("cold", "sft", "grpo", "gspo")}
-    text = evaluate.table(models, "cold", "the fine-tuned model")
+    text = answers.table(models, "cold", "the fine-tuned model")
     for temperature in 0.0, 1.0:
-        difference, p = evaluate.difference(models["grpo"], models["gspo"], temperature)
+        difference, p = answers.difference(models["grpo"], models["gspo"], temperature)
         text += f"\ngspo minus grpo, temperature {temperature}: {difference}, p {p}\n"
     return text
 
@@ -768,6 +768,45 @@ def gsm8k_steps(logs):
     return markdown(["run", "steps", "minutes", *metrics, "clip_fraction, all steps"], lines)
 
 
+# ---- skill or sharpening -------------------------------------------------------------------------
+
+
+PASS_HEAD = """\
+Each model answered each question 16 times at temperature 1. The brackets are 95% intervals over the
+questions, and gains are paired. On the small world, 16 blind guesses have a pass@16 of 81.5%.
+
+"""
+
+
+def pass_at_k(logs):
+    """Each pair of models before and after training with `samples` responses to each question. A
+    log has the number of correct ones and the reward of the majority, for each question."""
+    pairs = {}
+    for name, (row,) in logs.items():
+        pair, when = name.split("/")
+        counted = list(zip(row["correct"], row["majority"], strict=True))
+        pairs.setdefault(pair, {})[when] = answers.quantities(counted, row["samples"])
+    lines = []
+    outcomes = []
+    for pair, found in pairs.items():
+        before, after = found["before"], found["after"]
+        for when, values in found.items():
+            lines.append([f"{pair}, {when}", *map(mean_text, values.values())])
+        lines.append([f"{pair}, gain", *(answers.gain(before[key], after[key]) for key in before)])
+        majority = list(before)[-1]
+        versus = answers.gain(after["pass@1"], before[majority])
+        outcomes.append([pair, len(before["pass@1"]), versus])
+    text = markdown(["model", *before], lines)
+    worlds = [found for pair, found in pairs.items() if pair.startswith("world")]
+    means = {when: [[statistics.fmean(found[when][key]) for found in worlds] for key in before]
+             for when in ("before", "after")}
+    gains = map(mean_difference, means["after"], means["before"])
+    text += "\n" + markdown(["four worlds, mean", *before], [
+        *([when, *map(percent, each)] for when, each in means.items()), ["gain, points", *gains]])
+    return PASS_HEAD + text + "\n" + markdown(
+        ["model", "questions", f"{majority} before minus pass@1 after"], outcomes)
+
+
 # ---- precision -----------------------------------------------------------------------------------
 
 
@@ -841,6 +880,7 @@ def page():
         "The rule for the clip range": range_rule(logs("range_rule")["runs"]),
         "Ratios after an epoch": ratios(logs("ratios")["ratios"]),
         "Exact gradients": exact_ratios(logs("ratios")["exact_ratios"]),
+        "Pass@k before and after RL": pass_at_k(logs("pass_at_k")),
         "GSM8K on a GPU": gsm8k(gsm8k_logs["gpu/answers"]),
         "GSM8K on a GPU: GRPO minus GSPO": gsm8k_pairs(gsm8k_logs),
         "GSM8K on a GPU: metrics": gsm8k_steps(gsm8k_logs),

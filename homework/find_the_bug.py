@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 import train_math
 from gspo import clipped_objective, group_advantages, gspo_loss
 from lesson import tiny
-from tools.logs import read, read_packed, write, write_packed
+from tools.logs import make_writable, read, read_packed, write, write_packed
 from tools.plot import STYLES, shrink
 
 LOGS = Path(__file__).with_name("bugs.jsonl")
@@ -231,6 +231,7 @@ def run(name, seed=0):
     """The rows of metrics of a run with this bug. The run is made unless its log exists."""
     kept = Path("runs/bugs", f"{list(BUGS).index(name)}-{seed}.jsonl")
     if not kept.exists():
+        make_writable(kept)
         parts = dict(BUGS[name])
         folder = tiny.world(0)
         cfg = train_math.parse_settings([
@@ -245,7 +246,6 @@ def run(name, seed=0):
         with (mock.patch.dict(train_math.ALGORITHMS, gspo=algorithm),
               mock.patch.object(torch.optim.AdamW, "zero_grad", zero_grad)):
             rows = train_math.train(cfg, model, tokenizer, questions, held_out, **parts)
-        kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return read(kept)
 
@@ -292,6 +292,7 @@ def hand_out(folder, shuffle, seed=None):
     for path in folder, key:
         if path.exists():
             raise FileExistsError(f"{path} exists already, so nothing was written")
+    make_writable(key)
     names = list(answers().values())
     if seed is None:
         logs = list(published().values())

@@ -33,7 +33,7 @@ import train_math
 from gspo import gspo_loss, sequence_ratio
 from lesson import tiny
 from tools import plot
-from tools.logs import append, read, read_packed
+from tools.logs import append, make_writable, read, read_packed
 
 PICTURE = Path(__file__).with_name("collapse.png")
 LOG = Path(__file__).parents[1] / "evidence" / "logs" / "lesson.jsonl.gz"
@@ -327,6 +327,7 @@ def main():
                         help="which runs to make; table makes none")
     parser.add_argument("--worlds", type=int, nargs="+", help="only these worlds (default: all)")
     args = parser.parse_args()
+    make_writable(PICTURE if args.part == "table" else LOG)
     torch.set_num_threads(1)
     worlds = args.worlds or {world for world, _ in CHOICE_NO_CLIP + FRESH}
     if args.part == "choose":

@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -440,11 +441,11 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
 
     def load(name, device):
         asked.append(str(name))
-        return torch.nn.Module(), None
+        return torch.nn.Identity(), SimpleNamespace(chat_template="")
 
     def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
         asked.append(temperature)
-        if temperature == 0.6 and len(asked) < 5:
+        if temperature == 0.6 and len(asked) < 6:
             raise KeyboardInterrupt
         n = len(questions)
         return replace(rollout_of([[1]] * n, [[1, 2]] * n), questions=questions)
@@ -467,11 +468,12 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
     sums.main(command)
     trained_model = str(tmp_path / "training" / "model")
     model = flags[1]
-    assert asked == [model, 0.0, 0.3, 0.6, model, 0.6, 1.0, model, 0.0,
-                     trained_model, 0.0, 1.0, trained_model, 0.0]
+    # The first question is asked twice after a model was loaded, because there is a trial.
+    assert asked == [model, 0.0, 0.0, 0.3, 0.6, model, 0.6, 0.6, 1.0, model, 0.0, 0.0,
+                     trained_model, 0.0, 0.0, 1.0, trained_model, 0.0, 0.0]
     assert len(trained) == 2, "the run was resumed, and nothing was left to do"
     sums.main(command)
-    assert len(asked) == 14
+    assert asked[19:] == [model, model, trained_model, trained_model], "only their weights are read"
     assert len(trained) == 2
     assert trained[0].eps_low == 3e-2
     assert trained[0].max_steps == 1
@@ -483,9 +485,9 @@ def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, 
     other.mkdir()
     shutil.copy(tmp_path / "before.jsonl", other)
     asked.clear()
-    sums.main([*flags, "--output_dir", str(other), "--algorithm", "grpo"])
+    sums.main([*flags, "--output_dir", str(other), "--algorithm", "grpo", "--seed", "1"])
     model_after = str(other / "training" / "model")
-    assert asked == [model, 0.0, model_after, 0.0, 1.0, model_after, 0.0], "before.jsonl is there"
+    assert asked == [model, model, 0.0, 0.0, model_after, 0.0, 0.0, 1.0, model_after, 0.0, 0.0]
     assert trained[2].clip_range()[0] == 0.2, "GRPO has its own range"
 
 

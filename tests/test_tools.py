@@ -1,13 +1,20 @@
 """The tools of tools/: logs, intervals, evaluate, plot and warm_up."""
 
+import inspect
+import itertools
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 import train_math
-from tests.conftest import SMALL, one_line, sums, write_jsonl
-from tools import evaluate, logs, plot, warm_up
+from evidence import compare, learning_rates, rounding
+from evidence import sums as evidence_sums
+from homework import find_the_bug
+from lesson import seeds
+from tests.conftest import SMALL, one_line, parity_reward, sums, write_jsonl
+from tools import answers, evaluate, logs, plot, warm_up
 from tools.logs import accuracy_text, paired, read
 from tools.warm_up import tiny_model, tiny_tokenizer
 
@@ -111,21 +118,55 @@ def flags(world, tmp_path):
             "--device", "cpu"]
 
 
+def answered(path, rewards, **more):
+    """A file with a row for each (question, reward)."""
+    rows = [{"question": question, "reward": reward, "tokens": 5} | more
+            for question, reward in rewards]
+    return write_jsonl(path, rows)
+
+
+def nothing(*arguments, **more):
+    raise AssertionError("this must not be called")
+
+
 class TestEvaluate:
     def test_keeps_the_answers_and_asks_nothing_twice(self, flags, tmp_path, monkeypatch, capsys):
-        path = tmp_path / "before.jsonl"
+        path = tmp_path / "new" / "folder" / "before.jsonl"
         evaluate.main([str(path), *flags])
-        evaluate.main([str(path), *flags, "--temperature", "0", "1"])
+        evaluate.main([str(path), *flags, "--temperature", "0", "1", "1"])
+        assert "each temperature is asked once" in capsys.readouterr().out
         rows = read(path)
         assert [row["temperature"] for row in rows] == [0.0] * 3 + [1.0] * 3
-        assert [row["question"] for row in rows] == [0, 1, 2] * 2
+        assert [row["question"] for row in rows] == [row["question"] for row in sums(11)[8:]] * 2
         assert [row["gold"] for row in rows] == ["8", "9", "10"] * 2
         assert all(1 <= row["tokens"] <= 3 for row in rows)
         assert all(row["cut"] == (row["tokens"] == 3) for row in rows)
-        monkeypatch.setattr(evaluate.train_math, "load", None)
-        capsys.readouterr()
+        monkeypatch.setattr(evaluate.train_math, "evaluate", nothing)
         evaluate.main([str(path), *flags, "--temperature", "1"])
         assert "| before | at temperature 1.0, float32 |" in capsys.readouterr().out
+        assert read(path) == rows
+
+    def test_asks_several_times(self, flags, tmp_path, capsys):
+        path = tmp_path / "before.jsonl"
+        several = ["--temperature", "1", "--samples"]
+        evaluate.main([str(path), *flags, *several, "2"])
+        first = read(path)
+        evaluate.main([str(path), *flags, *several, "4"])
+        rows = read(path)
+        assert rows[:6] == first
+        assert [row["sample"] for row in rows] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+        assert len({tuple(row["response"] for row in rows[i:i + 3]) for i in (0, 3, 6, 9)}) == 4
+        out = capsys.readouterr().out
+        assert "| before | at temperature 1.0, 4 samples, float32 |" in out
+        assert "| temperature 1.0 | pass@1 | pass@2 | pass@4 | majority@4 |" in out
+
+    @pytest.mark.parametrize("wrong", [
+        ["--samples", "4"], ["--samples", "0"], ["--temperature", "-1"], ["--temperature", "nan"],
+        ["--temperature", "0", "1", "--samples", "2"]])
+    def test_refuses_impossible_samples(self, flags, tmp_path, wrong, capsys):
+        with pytest.raises(SystemExit):
+            evaluate.main([str(tmp_path / "a.jsonl"), *flags, *wrong])
+        assert "--samples" in capsys.readouterr().err
 
     @pytest.mark.parametrize("left, expected", [
         (None, "float32"), ([torch.float16, torch.bfloat16], "float16"),
@@ -138,38 +179,58 @@ class TestEvaluate:
         assert evaluate.precision(model, 0.0, "cuda") == "float32"
         assert evaluate.precision(model, 1.0, "cpu") == "float32"
 
-    def test_compares_each_file_with_the_first(self, tmp_path, capsys):
-        """The second file is an evaluation of train_math.py with another reward: its questions are
-        in another order, and it has no last number."""
-        rows = [{"question": i, "reward": i > 1, "tokens": 5} for i in range(4)]
-        before = [row | {"last_number": row["question"] < 3} for row in rows]
-        after = [row | {"reward": 1} for row in reversed(rows)]
-        files = []
-        for name, answers in ("before", before), ("after", after):
-            files.append(write_jsonl(tmp_path / f"{name}.jsonl", answers))
-        evaluate.main(files)
-        out = capsys.readouterr().out
-        assert "| before | greedy | 2 of 4, 50.0% (15.0% to 85.0%) | 75.0% | - | - |" in out
-        assert "| after | greedy | 4 of 4, 100.0% (51.0% to 100.0%) | - | +50.0% (" in out
-        evaluate.main(["--last_number", files[0]])
-        assert "| before | greedy | 3 of 4, 75.0%" in capsys.readouterr().out
-        with pytest.raises(ValueError, match="different questions"):
-            evaluate.difference(before, after[1:], 0.0)
+    @pytest.mark.parametrize("name", ["", "file/after.jsonl", "file/more/after.jsonl", "a" * 250])
+    def test_refuses_a_file_that_cannot_be_written_first(self, flags, tmp_path, name, monkeypatch):
+        (tmp_path / "file").write_text("kept")
+        monkeypatch.setattr(train_math, "load_questions", nothing)
+        assert "cannot be written" in one_line(evaluate.main, tmp_path / name, *flags)
+        assert (tmp_path / "file").read_text() == "kept"
 
-    def test_refuses_missing_files_and_unknown_flags(self, flags, tmp_path, capsys):
-        path = str(tmp_path / "before.jsonl")
-        assert "--model no/such" in one_line(evaluate.main, path, *flags, "--model", "no/such")
-        assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
-        with pytest.raises(SystemExit):
-            evaluate.main([path, "--eval_size", "3"])
-        assert "these flags need --model: --eval_size 3" in capsys.readouterr().err
-        with pytest.raises(SystemExit):
-            evaluate.main([path])
-        assert f"{path} does not exist" in capsys.readouterr().err
-        (tmp_path / "before.jsonl").touch()
-        with pytest.raises(SystemExit):
-            evaluate.main([path])
-        assert f"{path} has no answers" in capsys.readouterr().err
+    def test_a_reward_that_needs_another_column_is_refused_after_one_question(
+            self, flags, tmp_path):
+        asked = []
+
+        def reward(prompts, completions, difficulty, **columns):
+            return [1.0] * len(completions)
+
+        def encode_prompts(tokenizer, questions, cfg):
+            asked.append(len(questions))
+            return train_math.encode_prompts(tokenizer, questions, cfg)
+
+        line = one_line(evaluate.main, tmp_path / "a.jsonl", *flags, reward=reward,
+                        encode_prompts=encode_prompts)
+        assert "difficulty" in line and asked == [1]
+
+    @pytest.mark.parametrize("changed, named", [
+        (["--instruction=x"], "instruction"), (["--system=x"], "system"), (["--seed=1"], "seed"),
+        (["--max_completion_length=2"], "max_completion_length"), (["--eval_size=2"], "questions")])
+    def test_refuses_answers_of_other_settings(self, flags, tmp_path, monkeypatch, changed, named):
+        path = tmp_path / "before.jsonl"
+        evaluate.main([str(path), *flags])
+        monkeypatch.setattr(train_math, "evaluate", nothing)
+        line = one_line(evaluate.main, path, *flags, *changed)
+        assert f"{path} were asked with another {named}, or" in line
+
+    @pytest.mark.parametrize("file", ["model.safetensors", "chat_template.jinja"])
+    def test_refuses_answers_of_other_weights_in_one_folder(
+            self, flags, tmp_path, monkeypatch, file):
+        path = tmp_path / "before.jsonl"
+        folder = shutil.copytree(flags[1], tmp_path / "model")
+        evaluate.main([str(path), *flags, "--model", str(folder)])
+        data = bytearray((folder / file).read_bytes())
+        data[-20] ^= 1  # in the template, a letter
+        (folder / file).write_bytes(data)
+        monkeypatch.setattr(train_math, "evaluate", nothing)
+        line = one_line(evaluate.main, path, *flags, "--model", folder)
+        assert "another weights, or" in line
+
+    def test_refuses_answers_whose_settings_or_reward_are_unknown(self, flags, tmp_path):
+        path = tmp_path / "eval_0.jsonl"
+        answered(path, [("a?", 1)])
+        assert "or do not record it" in one_line(evaluate.main, path, *flags)
+        path.unlink()
+        evaluate.main([str(path), *flags])
+        assert "another reward" in one_line(evaluate.main, path, *flags, reward=parity_reward)
 
     def test_refuses_a_file_with_the_answers_of_another_model(self, flags, tmp_path):
         path = tmp_path / "before.jsonl"
@@ -181,6 +242,199 @@ class TestEvaluate:
                 evaluate.main, path, *flags, "--model", "other", "--temperature", temperature)
             assert f"{path} has answers of {flags[1]}" in line
         assert read(path) == rows
+
+    def test_takes_the_settings_of_the_run_beside_the_model(self, flags, tmp_path, capsys):
+        run = tmp_path / "run"
+        shutil.copytree(flags[1], run / "model")
+        cfg = train_math.parse_settings([*flags, "--instruction=", "--system=Be short."])
+        questions, _ = train_math.load_questions(cfg)
+        write_jsonl(run / "metrics.jsonl", [
+            {"step": 0, "settings": train_math.fingerprint(cfg, questions)}])
+        path = tmp_path / "after.jsonl"
+        evaluate.main([str(path), "--model", str(run / "model") + "/", "--device", "cpu"])
+        out = capsys.readouterr().out
+        assert "--instruction='' --system='Be short.' --max_completion_length=3 --dataset=" in out
+        assert "note: the run had" not in out
+        assert read(path)[0]["settings"]["system"] == "Be short."
+        path = tmp_path / "other.jsonl"
+        write_jsonl(tmp_path / "all.jsonl", sums(11))
+        evaluate.main([str(path), "--model", str(run / "model"), "--device", "cpu", "--system=No.",
+                       "--dataset", str(tmp_path / "all.jsonl")])
+        assert "note: the run had other training questions" in capsys.readouterr().out
+        assert read(path)[0]["settings"]["system"] == "No."
+
+    def test_compares_each_file_with_the_first(self, tmp_path, capsys):
+        """The second file is an evaluation of train_math.py with another reward: its questions are
+        in another order, and it has no last number."""
+        rows = [{"question": i, "reward": i > 1, "tokens": 5} for i in range(4)]
+        before = [row | {"last_number": row["question"] < 3} for row in rows]
+        after = [row | {"reward": 1} for row in reversed(rows)]
+        files = []
+        for name, own in ("before", before), ("after", after):
+            files.append(write_jsonl(tmp_path / f"{name}.jsonl", own))
+        evaluate.main(files)
+        out = capsys.readouterr().out
+        assert "| before | greedy | 2 of 4, 50.0% (15.0% to 85.0%) | 75.0% | - | - |" in out
+        assert "| after | greedy | 4 of 4, 100.0% (51.0% to 100.0%) | - | +50.0% (" in out
+        evaluate.main(["--last_number", files[0]])
+        assert "| before | greedy | 3 of 4, 75.0%" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="different questions"):
+            answers.difference(before, after[1:], 0.0)
+
+    def test_compares_a_run_and_answers_to_the_same_questions(self, flags, tmp_path, capsys):
+        path = tmp_path / "asked.jsonl"
+        evaluate.main([str(path), *flags])
+        rows = read(path)
+        names = "question", "gold", "response", "tokens", "reward", "last_number"  # of a run
+        of_run = write_jsonl(tmp_path / "eval_0.jsonl",
+                             [{name: row[name] for name in names} for row in reversed(rows)])
+        evaluate.main([of_run, str(path)])
+        assert "| asked | greedy, float32 | 0 of 3, " in capsys.readouterr().out
+
+    @pytest.mark.parametrize("before, after, message", [
+        ("ab", "ac", "2 and 2, of which 1 are the same"),
+        ("ab", "abc", "2 and 3, of which 2 are the same"),
+        ("aab", "abb", "3 and 3, of which 2 are the same"),
+        ("ab", [0, 1], "of an older version"),
+    ])
+    def test_refuses_to_compare_different_questions(self, tmp_path, before, after, message):
+        files = [answered(tmp_path / f"{name}.jsonl", [(question, 1) for question in questions])
+                 for name, questions in (("before", before), ("after", after))]
+        assert message in one_line(evaluate.main, *files)
+
+    def test_refuses_to_compare_other_answers_or_temperatures(self, tmp_path, capsys):
+        first = answered(tmp_path / "first.jsonl", [("a", 1)], gold="3", temperature=0.0)
+        other = answered(tmp_path / "other.jsonl", [("a", 1)], gold="4", temperature=0.0)
+        hot = answered(tmp_path / "hot.jsonl", [("a", 1)], gold="3", temperature=1.0)
+        assert "the gold answers 3 and 4" in one_line(evaluate.main, first, other)
+        assert "temperatures [0.0], and hot at [1.0]" in one_line(evaluate.main, first, hot)
+        with pytest.raises(SystemExit):
+            evaluate.main([first, first])
+        assert "the same file is given twice" in capsys.readouterr().err
+
+    def test_a_graded_reward_has_means_without_percent_signs(self, tmp_path, capsys):
+        files = [answered(tmp_path / "before.jsonl", [("a", 0.5), ("b", 0.25), ("c", 1)]),
+                 answered(tmp_path / "after.jsonl", [("c", 2), ("b", 0.75), ("a", 1.5)])]
+        evaluate.main(files)
+        out = capsys.readouterr().out
+        assert "%" not in out.replace("95%", "")
+        # Of 0 to 1, an interval ends at 1. The gains are 1, 0.5, 1: 1.96 * 0.2357 / sqrt(3).
+        assert "| before | greedy | 0.583 (0.151 to 1.000) | - | - | - |" in out
+        assert "| 1.417 (0.705 to 2.129) | - | +0.833 (+0.567 to +1.100) | - |" in out
+
+    @pytest.mark.parametrize("row, more", [
+        ({"question": "a"}, []), ({"reward": 1}, []), ({"question": "a", "reward": None}, []),
+        ({"question": "a", "reward": "1"}, []), ({"question": ["a"], "reward": 1}, []),
+        ({"question": "a", "reward": float("nan")}, []), ([1], []),
+        ({"question": "a", "reward": 1}, ["--last_number"])])
+    def test_a_missing_column_is_refused_in_one_line(self, tmp_path, row, more):
+        good = {"question": "b", "reward": 1, "last_number": 1}
+        path = write_jsonl(tmp_path / "a.jsonl", [good, row])
+        assert f"row 2 of {path} needs a question, and a number as" in one_line(
+            evaluate.main, path, *more)
+
+    def test_refuses_missing_files_and_unknown_flags(self, flags, tmp_path, capsys):
+        path = str(tmp_path / "before.jsonl")
+        assert "--model no/such" in one_line(evaluate.main, path, *flags, "--model", "no/such")
+        assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
+        with pytest.raises(SystemExit):
+            evaluate.main([path, "--eval_size", "3"])
+        assert "these flags need --model: --eval_size 3" in capsys.readouterr().err
+        assert f"{path} does not exist" in one_line(evaluate.main, path)
+        (tmp_path / "before.jsonl").touch()
+        assert f"{path} has no answers" in one_line(evaluate.main, path)
+
+
+class TestSamples:
+    def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(self):
+        for correct, k in itertools.product(range(6), range(1, 6)):
+            responses = [1] * correct + [0] * (5 - correct)
+            found = [max(some) for some in itertools.combinations(responses, k)]
+            assert answers.pass_at(k, correct, 5) == pytest.approx(sum(found) / len(found))
+
+    @pytest.mark.parametrize("given, expected", [
+        ("7:1 7:1 8:0", 1), ("8:0 7:1 8:0", 0), ("7:1 8:0", 1 / 2), ("7:1 8:0 9:0", 1 / 3),
+        ("-:0 -:0 7:1", 1), ("-:0 -:0", 0), ("7:1 7:0 8:0", 1 / 2)])
+    def test_the_majority_has_the_most_votes(self, given, expected):
+        group = []
+        for vote in given.split():
+            answer, _, reward = vote.partition(":")
+            extracted = None if answer == "-" else answer
+            group.append({"extracted": extracted, "reward": int(reward)})
+        assert answers.majority(group) == pytest.approx(expected)
+
+    def sampled(self, path, correct, n):
+        """A file in which the first `correct[i]` of n responses to question i are correct."""
+        rows = [{"question": f"{i}?", "reward": sample < c, "tokens": 5, "temperature": 1.0,
+                 "sample": sample, "last_number": sample < c,
+                 "response": "#### 1" if sample < c else f"#### {sample + 2}"}
+                for sample in range(n) for i, c in enumerate(correct)]
+        return write_jsonl(path, rows)
+
+    def test_are_compared_question_by_question(self, tmp_path, capsys):
+        before = self.sampled(tmp_path / "before.jsonl", [1, 0, 2, 0], 4)
+        after = self.sampled(tmp_path / "after.jsonl", [4, 0, 4, 4], 4)
+        evaluate.main([before, after])
+        out = capsys.readouterr().out
+        assert "| before | at temperature 1.0, 4 samples | 18.8% (0.0% to 42.2%) |" in out
+        # pass@2 is (1/2 + 5/6) / 4; the majority ties 1 of 4 votes, then wins with 2 of 4.
+        assert ("| before | 18.8% (0.0% to 42.2%) | 33.3% (0.0% to 73.3%) | 50.0% (15.0% to 85.0%)"
+                " | 31.2% (0.0% to 77.6%) |") in out
+        assert ("| after minus the first | +56.2% (+20.0% to +92.5%) | +41.7% (+4.2% to +79.1%) | "
+                "+25.0% (-17.4% to +67.4%) | +43.8% (+0.0% to +87.5%) |") in out
+        fewer = self.sampled(tmp_path / "fewer.jsonl", [2, 0, 2, 2], 2)
+        evaluate.main([before, fewer])
+        out = capsys.readouterr().out
+        assert "| temperature 1.0 | pass@1 | pass@2 | majority@2 |" in out
+        assert "| before | 37.5% (" in out  # of its first two samples
+
+    def test_need_several_answers_that_are_correct_or_wrong(self, tmp_path, capsys):
+        before = self.sampled(tmp_path / "before.jsonl", [1, 0], 4)
+        single = self.sampled(tmp_path / "single.jsonl", [1, 0], 1)
+        evaluate.main([before, single])
+        assert "pass@k needs several samples in each file" in capsys.readouterr().out
+        rows = [row | {"reward": row["reward"] / 2} for row in read(Path(before))]
+        evaluate.main([write_jsonl(tmp_path / "graded.jsonl", rows)])
+        assert "rewards that are only 0 and 1" in capsys.readouterr().out
+
+
+# ---- commands that write after long work ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [
+    "plot", "warm_up", "pack", "unpack", "seeds", "find_the_bug", "bug_log", "compare",
+    "learning_rates", "rounding", "sums"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+        command, tmp_path, monkeypatch, flags):
+    blocked = tmp_path / "file" / "out"
+    blocked.parent.write_text("a file is no folder")
+    log = write_jsonl(tmp_path / "metrics.jsonl", [{"log": "x", "step": 0}])
+    monkeypatch.setattr(plot, "draw", nothing)
+    monkeypatch.setattr(torch.optim.AdamW, "step", nothing)
+    monkeypatch.setattr(train_math, "load", nothing)
+    for module in seeds, learning_rates:
+        monkeypatch.setattr(module, "LOG", blocked)
+    argv = {
+        "plot": (plot, [tmp_path, "--output", blocked]),
+        "warm_up": (warm_up, ["--steps", "1", "--output_dir", blocked]),
+        "pack": (logs, ["pack", tmp_path, blocked]),
+        "unpack": (logs, ["unpack", log, blocked]),
+        "seeds": (seeds, ["report"]),
+        "find_the_bug": (find_the_bug, ["--handout", blocked, "--shuffle", "1", "--seed", "1"]),
+        "bug_log": (find_the_bug, ["--all"]),
+        "compare": (compare, ["all", "--log", blocked]),
+        "learning_rates": (learning_rates, []),
+        "rounding": (rounding, ["--gsm8k", "x", "--output_dir", blocked]),
+        "sums": (evidence_sums, ["--output_dir", str(blocked), "--device", "cpu"]),
+    }
+    module, flags = argv[command]
+    if command == "bug_log":
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "runs").write_text("a file is no folder")
+    monkeypatch.setattr("sys.argv", ["program", *map(str, flags)])
+    takes_argv = inspect.signature(module.main).parameters
+    line = one_line(module.main if takes_argv else lambda argv: module.main(), *flags)
+    assert "cannot be written" in line
 
 
 # ---- plot.py -------------------------------------------------------------------------------------

@@ -1,39 +1,59 @@
 """Records the answers of models to held-out questions, and compares the models.
 
-    python -m tools.evaluate after.jsonl --model FOLDER_OR_HUB_ID --dataset GSM8K
-                                   [--temperature 0 0.6 1] [other flags of train_math.py]
+    python -m tools.evaluate after.jsonl --model runs/math/model
+                                   [--temperature 0 0.6 1] [--samples 16] [flags of train_math.py]
     python -m tools.evaluate before.jsonl after.jsonl ...
     python -m tools.evaluate runs/mine/eval_0.jsonl runs/mine/eval_25.jsonl
 
-The first command asks the model the questions of the test split, once at each temperature (default:
-0, which is greedy decoding), with the instruction and the chat template of the training. It adds a
-row per answer to after.jsonl: the model, the gold answer, the response, its number of tokens,
-whether it was cut, and whether the boxed answer (reward) and the last number are correct. A
-temperature that the file already has is not asked again, and a file with the answers of another
-model is refused. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
+The first command asks the model the questions of the test split, at each temperature (default: 0,
+which is greedy decoding). If the log of a run is beside the model's folder, the instruction, the
+system prompt, the length, the dataset and --eval_size are those of the run, unless a flag changes
+them. The command prints what it uses. after.jsonl gets a row per response, with these settings and
+a fingerprint of the weights and of the questions. What the file already has is not asked again. A
+file that was asked with other settings is refused. To ask all 1,319 test questions of GSM8K, add
+--eval_size 1319.
+
+With --samples 16 and a temperature above 0, each question is asked 16 times. A second table has
+- pass@k, the probability that at least one of k responses is correct. From n responses of which c
+  are correct, 1 - C(n - c, k) / C(n, k) estimates it without bias (Chen et al. 2021,
+  arxiv.org/abs/2107.03374). pass@1 is the mean over all responses, which is also called avg@16.
+- majority@16, the accuracy of the most frequent answer. The answer is what the default reward reads
+  in a response; with a reward of your own, it is the whole response. A response without an answer
+  has no vote, and a question without a vote counts 0. If several answers have equally many votes,
+  their mean counts.
 
 On CUDA, greedy responses come from the model in float32, and those at a temperature above 0 from
 its float16 copy, with which train_math.py samples. The policy of the copy is slightly different.
 Each row and the table say which precision was used (earlier rows do not). On CPUs, it is float32.
 
-The other commands only print the table. The third one compares two evaluations of a run, also with
-a reward of your own, if it is 0 or 1. Each file is compared with the first one by a paired test, so
-all files must have answers to the same questions. With --last_number, the last number of a response
-counts as its answer, whatever its format.
+The other commands only print the tables. Each file is compared with the first one, question by
+question, so all files must have answers to the same questions, in any order. The intervals cover
+the choice of the questions and not another training seed. Rewards that are not only 0 and 1 have a
+mean without a percent sign, and no pass@k. With --last_number, the last number of a response counts
+as its answer, whatever its format. For a reward of your own, call main(reward=my_reward) of this
+module.
 """
 import argparse
+import math
+import os
 import sys
+import zlib
 from pathlib import Path
 
 import torch
 
 import train_math
-from tools.logs import accuracy_text, paired, read, write
+from tools.answers import load_answers, samples_table, table, temperatures_of
+from tools.logs import make_writable, read, write
+
+FROM_RUN = "instruction", "system", "max_completion_length", "dataset", "eval_size"
+RECORDED = "instruction", "system", "max_completion_length", "seed", "questions"
 
 
-def missing(path, temperatures):
-    """The temperatures at which the file has no answers yet."""
-    return sorted(set(temperatures) - {row.get("temperature", 0.0) for row in read(path)})
+def missing(path, temperatures, samples=1):
+    """The pairs (temperature, number of the sample) of which the file has no answers yet."""
+    found = {(row.get("temperature", 0.0), row.get("sample", 0)) for row in read(path)}
+    return sorted({(t, i) for t in temperatures for i in range(samples)} - found)
 
 
 def precision(model, temperature, device):
@@ -45,141 +65,144 @@ def precision(model, temperature, device):
     return str(dtypes[0]).removeprefix("torch.")
 
 
-def ask(path, name, questions, temperatures, cfg, **replaced):
-    """Adds a model's answers to the file, at those temperatures that the file does not have.
+def fingerprint_of(model, tokenizer):
+    """A number that changes with the weights and with the chat template."""
+    crc = zlib.crc32(str(tokenizer.chat_template).encode())
+    for parameter in model.parameters():
+        values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        crc = zlib.crc32(values.numpy(), crc)
+    return crc
 
-    name: hub id or folder of the model. replaced: as for train_math.evaluate, but not the sampler.
-    Each row has the name of the model, the temperature, the precision, the index of its question in
-    `questions`, and what train_math.evaluate returns. SystemExit: the file has answers of another
-    model."""
-    name = str(name)
+
+def refuse_another(path, settings):
+    """SystemExit: the answers in the file were asked with other settings than these."""
     for row in read(path):
-        if row.get("model", name) != name:
+        if row.get("model", settings["model"]) != settings["model"]:
             sys.exit(f"evaluate.py: {path} has answers of {row['model']}. Choose another file for "
-                     f"those of {name}")
-    if not missing(path, temperatures):
-        print(f"{path} has these answers already, so nothing was asked")
-        return
+                     f"those of {settings['model']}")
+        recorded = row.get("settings", {})
+        changed = [name for name, value in settings.items()
+                   if name != "model" and recorded.get(name, "not recorded") != value]
+        if changed:
+            sys.exit(f"evaluate.py: the answers in {path} were asked with another "
+                     f"{', '.join(changed)}, or do not record it. Choose another file")
+
+
+def ask(path, name, questions, temperatures, cfg, samples=1, answer_of=None, **replaced):
+    """Adds a model's answers to the file: those that the file does not have.
+
+    name: hub id or folder of the model. answer_of: the answer in a response, which votes for the
+    majority. replaced: as for train_math.evaluate, but not the sampler. Each row has the name of
+    the model, the temperature, the number of the sample, the settings, and what train_math.evaluate
+    returns. SystemExit: the file cannot be written, or has answers with other settings."""
+    make_writable(path)
+    parts = train_math.replace_parts(train_math.Parts(), replaced)
+    if answer_of is None:
+        is_default = parts.reward is train_math.correctness_reward
+        answer_of = train_math.extract_answer if is_default else str.strip
+    fingerprint = train_math.fingerprint(cfg, questions)
+    settings = {"model": str(name)} | {key: fingerprint[key] for key in RECORDED}
+    for part, function in replaced.items():
+        settings[part] = getattr(function, "__name__", str(type(function)))
+    refuse_another(path, settings)
     with train_math.exits_with(f"--model {name}"):
-        model, tokenizer = train_math.load(name, cfg.device)
-    for temperature in missing(path, temperatures):
-        torch.manual_seed(cfg.seed)
+        load = replaced.get("load", train_math.load)
+        model, tokenizer = load(str(name), cfg.device)
+    settings["weights"] = fingerprint_of(model, tokenizer)
+    refuse_another(path, settings)
+    todo = missing(path, temperatures, samples)
+    if not todo:
+        print(f"{path} has these answers already, so nothing was asked")
+    for temperature, _ in todo[:1]:  # a trial: the reward may need a column that is not there
+        with train_math.exits_with("a trial with the first question"):
+            train_math.evaluate(model, tokenizer, questions[:1], cfg, temperature, **replaced)
+    for temperature, sample in todo:
+        torch.manual_seed(cfg.seed * 1_000_003 + sample)
         row = train_math.evaluate(model, tokenizer, questions, cfg, temperature, **replaced)
-        computed_in = precision(model, temperature, cfg.device)
+        about = {"model": str(name), "temperature": temperature, "sample": sample,
+                 "precision": precision(model, temperature, cfg.device), "settings": settings}
         rows = read(path)
-        for i, result in enumerate(row["eval_results"]):
-            cut = result["tokens"] == cfg.max_completion_length
-            rows.append({"model": name, "temperature": temperature, "precision": computed_in,
-                         **result, "question": i, "cut": cut})
+        for result in row["eval_results"]:
+            is_cut = result["tokens"] == cfg.max_completion_length
+            extracted = answer_of(result["response"])
+            rows.append({**about, **result, "cut": is_cut, "extracted": extracted})
         write(path, rows)
-        print(f"{path.stem}, temperature {temperature}, in {computed_in}: "
-              f"mean reward {row['eval_reward']:.3f}")
+        print(f"{path.stem}, temperature {temperature}, sample {sample + 1}, in "
+              f"{about['precision']}: mean reward {row['eval_reward']:.3f}")
 
 
-# ---- the table -----------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
-def answers_at(rows, temperature):
-    """The answers at one temperature, in the order of the questions."""
-    rows = [row for row in rows if row.get("temperature", 0.0) == temperature]
-    return sorted(rows, key=lambda row: row["question"])
+def settings_of_run(model):
+    """The settings of the run whose log is beside this model's folder. {} if there is no log."""
+    log = Path(os.path.abspath(model)).parent / "metrics.jsonl"
+    for row in read(log)[:1]:
+        return row.get("settings", {})
+    return {}
 
 
-def column(rows, temperature, name="reward"):
-    return [row[name] for row in answers_at(rows, temperature)]
+def ask_model(args, flags, **replaced):
+    """Asks the model with the settings of its run, if there is one, and with these flags."""
+    run = settings_of_run(args.model)
+    own = [f"--{name}={run[name]}" for name in FROM_RUN if run.get(name) not in (None, 0)]
+    cfg = train_math.parse_settings([*own, *flags, "--model", args.model])
+    used = " ".join(f"--{name}={getattr(cfg, name)!r}" for name in FROM_RUN)
+    print(f"asked with {used}{' (from the run, unless your flags say so)' * bool(own)}")
+    with train_math.exits_with(f"--dataset {cfg.dataset}"):
+        questions, held_out = train_math.load_questions(cfg, replaced.get("reward"))
+        if not held_out:
+            raise ValueError("there are no held-out questions")
+    trained_on = train_math.fingerprint(cfg, questions)["questions"]
+    if run.get("questions", trained_on) != trained_on:
+        print("note: the run had other training questions, and some of them may be held out here. "
+              "To use the same ones, leave --dataset and --eval_size out")
+    ask(args.files[0], args.model, held_out, args.temperature, cfg, args.samples, **replaced)
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
-def difference(before, after, temperature):
-    """(the paired difference of two models with its 95% interval, McNemar's p), as texts.
-
-    ValueError: the two models answered different questions."""
-    asked = [column(rows, temperature, "question") for rows in (before, after)]
-    if asked[0] != asked[1]:
-        raise ValueError(f"temperature {temperature}: the models answered different questions")
-    d, (low, high), p = paired(column(before, temperature), column(after, temperature))
-    return f"{d:+.1%} ({low:+.1%} to {high:+.1%})", f"{p:.2g}"
-
-
-def table_line(name, rows, reference, temperature):
-    """One line of the table. reference: the rows of the model to compare with, or None."""
-    correct = column(rows, temperature)
-    versus = "-", "-"
-    if reference:
-        versus = difference(reference, rows, temperature)
-    how = f"at temperature {temperature}" if temperature else "greedy"
-    if "precision" in answers_at(rows, temperature)[0]:
-        how += f", {answers_at(rows, temperature)[0]['precision']}"
-    last_number = "-"
-    if "last_number" in answers_at(rows, temperature)[0]:
-        last_number = f"{mean(column(rows, temperature, 'last_number')):.1%}"
-    cut = "-"
-    if "cut" in answers_at(rows, temperature)[0]:
-        cut = f"{mean(column(rows, temperature, 'cut')):.0%}"
-    cells = [
-        name,
-        how,
-        f"{sum(correct):.0f} of {len(correct)}, {accuracy_text(correct)}",
-        last_number,
-        *versus,
-        cut,
-        f"{mean(column(rows, temperature, 'tokens')):.0f}",
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def table(models, reference, title):
-    """Markdown. models is {name: rows}. All models are compared with the model named `reference`,
-    which the table calls `title`."""
-    lines = [
-        f"| model | answers | right (95%) | by the last number | minus {title} (95%, paired) "
-        "| McNemar p | cut | tokens |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    temperatures = {row.get("temperature", 0.0) for rows in models.values() for row in rows}
-    for temperature in sorted(temperatures):
-        for name, rows in models.items():
-            if answers_at(rows, temperature):
-                other = models.get(reference) if name != reference else None
-                lines.append(table_line(name, rows, other, temperature))
-    return "\n".join(lines) + "\n"
-
-
-def main(argv=None):
+def parse(argv):
+    """(the arguments, the remaining flags, which are those of train_math.py)"""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE",
-                        help=".jsonl files with answers")
+                        help="answers; the name of the file is the name in the table")
     parser.add_argument("--model", help="hub id or folder of a model whose answers FILE gets")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0],
                         help="sampling temperatures; 0 is greedy decoding")
+    parser.add_argument("--samples", type=int, default=1, help="responses to each question")
     parser.add_argument("--last_number", action="store_true",
                         help="count the last number of a response as its answer")
     args, flags = parser.parse_known_args(argv)
+    if len({path.resolve() for path in args.files}) < len(args.files):
+        parser.error("the same file is given twice")
+    if not all(0 <= t < math.inf for t in args.temperature) or args.samples < 1:
+        parser.error("--temperature must be at least 0, and --samples at least 1")
+    if args.samples > 1 and 0 in args.temperature:
+        parser.error("--samples needs a --temperature above 0, because greedy responses are equal")
+    if len(set(args.temperature)) < len(args.temperature):
+        print("note: each temperature is asked once. For several responses to a question, use "
+              "--samples")
+    if not args.model and (flags or args.samples > 1):
+        parser.error(f"these flags need --model: {' '.join(flags or ['--samples'])}")
+    return args, flags
+
+
+def main(argv=None, **replaced):
+    args, flags = parse(argv)
+    if args.model:
+        make_writable(args.files[0])
+        ask_model(args, flags, **replaced)
     names = [path.stem for path in args.files]
     if len(set(names)) < len(names):
-        parser.error("the files need different names, because these name the models in the table")
-    if args.model:
-        cfg = train_math.parse_settings([*flags, "--model", args.model])
-        with train_math.exits_with(f"--dataset {cfg.dataset}"):
-            _, questions = train_math.load_questions(cfg)
-            if not questions:
-                raise ValueError("there are no held-out questions")
-        ask(args.files[0], args.model, questions, args.temperature, cfg)
-    elif flags:
-        parser.error(f"these flags need --model: {' '.join(flags)}")
-    models = {path.stem: read(path) for path in args.files}
-    for path in args.files:
-        if not models[path.stem]:
-            parser.error(f"{path} {'has no answers' if path.exists() else 'does not exist'}")
-    if args.last_number:
-        for name, rows in models.items():
-            models[name] = [row | {"reward": row["last_number"]} for row in rows]
-    print(table(models, names[0], "the first"))
+        names = [str(path) for path in args.files]
+    models = {name: load_answers(path, args.last_number) for name, path in zip(names, args.files)}
+    try:
+        print(table(models, names[0], "the first"))
+        for temperature in temperatures_of(*models.values()):
+            print(samples_table(models, temperature))
+    except ValueError as error:
+        sys.exit(f"evaluate.py: {error}")
 
 
 if __name__ == "__main__":

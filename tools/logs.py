@@ -13,6 +13,8 @@ import gzip
 import json
 import math
 import statistics
+import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -61,9 +63,26 @@ def append(path, row):
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
+def make_writable(path):
+    """Makes the folder of an output file, and tries to write there, so that a command notices a
+    wrong path before its work. SystemExit: the file cannot be written."""
+    path = Path(path)
+    try:
+        is_new = not path.exists()
+        if not (is_new or path.is_file()):
+            raise OSError("it is a folder or a device")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab"), tempfile.NamedTemporaryFile(prefix=path.name, dir=path.parent):
+            pass  # this temporary name is as long as that in `write`
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        sys.exit(f"{path} cannot be written ({error.strerror or error}). Choose another path")
+
+
 def write(path, rows):
     """Writes a new .jsonl file. If the write is interrupted, the old file stays as it was."""
-    aside = path.with_suffix(".partial")
+    aside = path.with_name(path.name + ".partial")
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     data = "".join(lines).encode("utf-8")
     aside.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -102,9 +121,10 @@ def pack(folder, path):
 
 
 def unpack(path, folder):
-    for name, rows in read_packed(path).items():
-        file = folder / f"{name}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
+    files = {folder / f"{name}.jsonl": rows for name, rows in read_packed(path).items()}
+    for file in files:
+        make_writable(file)
+    for file, rows in files.items():
         write(file, rows)
 
 
@@ -123,24 +143,43 @@ def accuracy(values):
 
 def accuracy_text(values):
     """For example "73.8% (68.1% to 78.8%)"."""
-    return "{:.1%} ({:.1%} to {:.1%})".format(*accuracy(values))
+    return mean_text(values)
+
+
+def mean_text(values, form=".1%"):
+    """The mean of these values with its 95% interval, such as "73.8% (68.1% to 78.8%)".
+
+    It is Wilson's interval if all values are 0 or 1, and otherwise the normal approximation."""
+    n = len(values)
+    mean = sum(values) / n
+    if set(values) <= {0, 1}:
+        low, high = wilson(sum(values), n)
+    elif n == 1:
+        return f"{mean:{form}}"
+    else:
+        half = 1.96 * statistics.stdev(values) / math.sqrt(n)
+        low, high = mean - half, mean + half
+        if 0 <= min(values) and max(values) <= 1:
+            low, high = max(0, low), min(1, high)
+    return f"{mean:{form}} ({low:{form}} to {high:{form}})"
 
 
 def paired(before, after):
-    """Compares the answers of two models to the same questions.
+    """Compares the values of two models at the same questions.
 
-    Returns the difference of the two accuracies, its 95% interval (normal approximation), and the
-    p-value of McNemar's exact test. This is the probability of a split between gained and lost
-    answers that is at least as uneven as the observed one, if both were equally likely."""
-    n = len(before)
-    gained = 0
-    lost = 0
-    for x, y in zip(before, after, strict=True):
-        gained += y > x
-        lost += y < x
-    difference = (gained - lost) / n
+    Returns the difference of the two means, its 95% interval (normal approximation), and the
+    p-value of McNemar's exact test, which is meant for values that are 0 or 1. This is the
+    probability of a split between gained and lost answers that is at least as uneven as the
+    observed one, if both were equally likely."""
+    differences = [y - x for x, y in zip(before, after, strict=True)]
+    n = len(differences)
+    total = sum(differences)
+    difference = total / n
+    squares = sum(d * d for d in differences)
+    half = 1.96 * math.sqrt(max(0, squares - total**2 / n)) / n
+    gained = sum(d > 0 for d in differences)
+    lost = sum(d < 0 for d in differences)
     changed = gained + lost
-    half = 1.96 * math.sqrt(changed - (gained - lost) ** 2 / n) / n
     fewer = 0
     for k in range(min(gained, lost) + 1):
         fewer += math.comb(changed, k)
@@ -177,7 +216,12 @@ def main(argv=None):
     if not args.source.exists():
         parser.error(f"{args.source} does not exist")
     if args.what == "pack":
+        if not any(args.source.rglob("*.jsonl")):
+            parser.error(f"{args.source} is no folder with .jsonl files")
+        make_writable(args.target)
         pack(args.source, args.target)
+    elif not args.source.is_file() or not all("log" in row for row in read(args.source)):
+        parser.error(f"{args.source} is no packed file")
     else:
         unpack(args.source, args.target)
 

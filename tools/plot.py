@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from tools.logs import read
+from tools.logs import make_writable, read
 
 PANELS = {  # metric: (title, label of the vertical axis)
     "reward": ("reward (line): sampled\neval_reward (squares): held-out,\ngreedy, 95% CI",
@@ -146,6 +146,7 @@ def main():
     missing = [str(run) for run in args.runs if not (run / "metrics.jsonl").exists()]
     if missing:
         parser.error(f"no metrics.jsonl in {', '.join(missing)}")
+    make_writable(args.output)
     draw({os.path.relpath(run): read(run / "metrics.jsonl") for run in args.runs}, args.output,
          title=args.title)
     print(args.output)

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import train_math
+from tools.logs import make_writable
 
 CHARACTERS = "\n #*+-.,=?0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -126,6 +127,7 @@ def main(argv=None):
         parser.error("--steps, --batch_size and --learning_rate must be above 0")
     if args.output_dir.exists():
         parser.error(f"--output_dir {args.output_dir} exists already: choose a new folder")
+    make_writable(args.output_dir)
     with train_math.exits_with(f"--dataset {args.dataset}"):
         # With the largest eval_size, no question that train_math.py may hold out is trained on.
         cfg = train_math.Settings(dataset=args.dataset, eval_size=2**31 - 1)
