@@ -23,6 +23,9 @@ def load(name, device):
         raise ValueError(f"{len(missing)} weights are missing in its files, such as {missing[0]}")
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise ValueError("its weights are not finite")
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if "rope_theta" in rope:  # transformers 4 looks for it outside, and otherwise takes a default
+        model.config.rope_theta = rope["rope_theta"]
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 

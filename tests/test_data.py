@@ -221,3 +221,17 @@ class TestModels:
             pad_token_id=case.tokenizer.pad_token_id)
         with pytest.raises(ValueError, match="last_hidden_state"):
             case.try_it(transformers.Llama4ForCausalLM(config).eval())
+
+    def test_are_saved_with_the_rope_theta_that_transformers_4_reads(self, tmp_path):
+        case = Template(PLAIN)
+        case.model.config.rope_parameters["rope_theta"] = 5e5
+        for part in case.model, case.tokenizer:
+            part.save_pretrained(tmp_path / "one")
+        model, _ = train_math.load(str(tmp_path / "one"), "cpu")
+        model.save_pretrained(tmp_path / "two")
+        config = json.loads((tmp_path / "two" / "config.json").read_text())
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
+        ids = torch.tensor([[5, 6, 7]])
+        with torch.no_grad():
+            again = train_math.load(str(tmp_path / "two"), "cpu")[0](ids).logits
+            assert torch.equal(model(ids).logits, again)
