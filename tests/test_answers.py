@@ -73,7 +73,8 @@ class TestAnswers:
         assert train_math.extract_answer("#### 0,123") is None, "a decimal comma"
 
     @pytest.mark.parametrize("words", [
-        "million", "billions", "thousand", "hundred", "dozen eggs", "k", "K", "M", "bn", "mn", "lakh",
+        "million", "billions", "thousand", "hundred", "dozen eggs", "k", "K", "M", "bn", "mn",
+        "lakh",
         "crore", "grand", "Millionen", "Mio.", "万", "千円", "halves", "thirds", "quarters", "tenths",
         "hundred thousand", "million dollars", "mil", "mille",
     ])
@@ -87,8 +88,10 @@ class TestAnswers:
         "18 or 19", "18 or nineteen", "18, or 19", "18 and 19", "18, 19, 20", "18; 19", "18 (19)",
         "18 | 19", "(18, 19)", r"18 \text{ or } 19", r"18 \quad 19", "18 & 19", r"\{18, 19\}",
         "2 hours 30 minutes", "2h30", "5 feet 11 inches", "5'11", "3 feet and two inches",
-        "18 dollars and 50 cents", "18 and a half", "3-5", "3–5", "3 to 5", "3 - 5", "3:4", "5:30 pm",
-        "1/2", "1 1/2", "7/8 cup", "2024-01-31", "18 March", "18 out of 20", "18 eggs, since 9*2=18",
+        "18 dollars and 50 cents", "18 and a half", "3-5", "3–5", "3 to 5", "3 - 5", "3:4",
+        "5:30 pm",
+        "1/2", "1 1/2", "7/8 cup", "2024-01-31", "18 March", "18 out of 20",
+        "18 eggs, since 9*2=18",
     ])
     def test_are_not_read_beside_a_second_number(self, text):
         for marked in f"#### {text}", rf"\boxed{{{text}}}":
@@ -97,12 +100,14 @@ class TestAnswers:
 
     @pytest.mark.parametrize("text", [
         r"\mathrm{18}", r"\mathbf{18}", r"\textrm{18}", r"\boldsymbol{18}", "{18}", r"\boxed{18}",
-        r"\displaystyle 18", r"\,18", r"18\!", "(18)", r"\left(18\right)", r"\(18\)", "$18$", r"\$18",
+        r"\displaystyle 18", r"\,18", r"18\!", "(18)", r"\left(18\right)", r"\(18\)", "$18$",
+        r"\$18",
         r"18\;\text{cm}", r"18\quad\text{cm}", r"18 \mathrm{~cm}", r"18\mbox{ cm}", r"18~\text{kg}",
         r"18 \text{ m}", r"18 \text{ cm}^2", "18 km²", "18 m³", r"18^\circ", r"18^{\circ}", "18 °C",
         r"18\degree", r"18\%", "€18", "18 €", "£18.00", "¥18", "US$18", "USD 18", "18 USD", "18¢",
         "18 km/h", "$18/hour", "18 sq. ft.", "18 dollars per hour", "18 ice-creams", "18 of them",
-        "18 is the answer", "18 apples and pears", "18 years old.", "18 percent", "18 eggs!", "18 元",
+        "18 is the answer", "18 apples and pears", "18 years old.", "18 percent", "18 eggs!",
+        "18 元",
         "18 (eggs)", "18 Tom's eggs", "１８", "١٨", "*18*", "__18__", "`18`", "**18** eggs", '"18"',
         "**18 eggs**.", "18 = 9 * 2", "18 = (20 - 2)",
     ])
@@ -141,7 +146,8 @@ class TestAnswers:
     def test_in_the_line_of_a_heading_are_read_from_a_box(self):
         assert train_math.extract_answer(r"#### Answer: \boxed{42}") == "42"
 
-    @pytest.mark.parametrize("start", ["<think>", "<THINKING>", "[THINK]", "<seed:think>", "<thought>",
+    @pytest.mark.parametrize("start", ["<think>", "<THINKING>", "[THINK]", "<seed:think>",
+                                       "<thought>",
                                        "<reasoning>", "<think>a</think><think>"])
     def test_are_not_read_from_an_unfinished_thought(self, start):
         thought = start + r"9 * 2, that gives \boxed{18}. But #### 18"
@@ -149,7 +155,8 @@ class TestAnswers:
         assert train_math.extract_answer(thought, strict=False) is None
 
     @pytest.mark.parametrize("thought", [
-        r"<think>\boxed{17}</think>", r"it is \boxed{17}</think>", "[THINK]17[/THINK]", "17</Thought>",
+        r"<think>\boxed{17}</think>", r"it is \boxed{17}</think>", "[THINK]17[/THINK]",
+        "17</Thought>",
     ])
     def test_after_a_thought_count(self, thought):
         assert train_math.extract_answer(thought + " #### 18") == "18"
@@ -173,14 +180,15 @@ class TestAnswers:
     @pytest.mark.parametrize("piece", [
         "1", "1,", "111,", "#", "####", "#### ", "-", "$", " ", "*", ".", "1.", "1/", ",111",
         "−", "+$1", "\\boxed{", "\\boxed", "\\text{", "{,}", "\\,", "1\\",
-        "_", "*a", "a", "a-", "abc ", "or ", "ill", "(", "=", "1+", "ab^2", "<a:", "<think>", "{", "\n",
+        "_", "*a", "a", "a-", "abc ", "or ", "ill", "(", "=", "1+", "ab^2", "<a:", "<think>", "{",
+        "\n",
         "\n#### 1. a", "٣", "万", "1_", "1\u202f", "\u00a0",
     ])
     @pytest.mark.parametrize("frame", ["{}x", "#### {}", "#### 1{}x", "{}####", "#### 1 abc{}!x",
                                        "#### 1=1{}x", "\\boxed{{1{}}}"])
     def test_of_endless_texts_are_read_in_linear_time(self, piece, frame):
         """This is not timed: with a quadratic pattern, some of them would take minutes."""
-        text = frame.format(piece * (150_000 // len(piece)))
+        text = frame.format(piece * (60_000 // len(piece)))
         train_math.extract_answer(text)
         train_math.extract_answer(text, strict=False)
         train_math.gold_answer(text)
