@@ -75,7 +75,8 @@ class TestAnswers:
     @pytest.mark.parametrize("words", [
         "million", "billions", "thousand", "hundred", "dozen eggs", "k", "K", "M", "bn", "mn",
         "lakh",
-        "crore", "grand", "Millionen", "Mio.", "万", "千円", "halves", "thirds", "quarters", "tenths",
+        "crore", "grand", "Millionen", "Mio.", "万", "千円", "halves", "thirds", "quarters",
+        "tenths",
         "hundred thousand", "million dollars", "mil", "mille",
     ])
     @pytest.mark.parametrize("space", ["", " ", "-"])
