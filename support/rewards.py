@@ -24,8 +24,7 @@ FONT = (r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|normal)?|[mhf]box|boxed|emph|under
 LATEX = {  # a pattern: what it means
     r"\\(?:text|mathrm)\s*\{[\s~]*[mglLsh]\}": " cm",  # in \text, m is a unit and no variable
     r"\^\s*\{?\s*(?:\\circ|°)\s*\}?|\\(?:text)?degree(?![A-Za-z])": "°",
-    r"(?<=[A-Za-z]{2})\}?\^\{?2\}?": "²",
-    r"(?<=[A-Za-z]{2})\}?\^\{?3\}?": "³",
+    r"(?<=[A-Za-z]{2})\}?\^\{?[23]\}?": "²",
     r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))": ",",
     rf"{FONT}|\\[,;:! ()[\]]|[{{}}~]": " ",
     r"(?<![\w*])[*_]++([^\s*_][^*_]*+)[*_]++(?!\w)": r" \1 ",  # **18** eggs
