@@ -161,14 +161,15 @@ HINTS = {
     # eps_low, eps_high, denominator, **batch.extra) is what one micro-batch adds to the loss of its
     # minibatch. build_minibatches has left out the responses of advantage 0: what, then, is the
     # denominator?
-    # The gradient is clipped to norm 1. cfg.clip_range() is (eps_low, eps_high). The backward pass
-    # may be put into `with tf32_matmuls():`, which makes it faster on CUDA.
+    # parts.clip_gradients(model) clips the gradient to norm 1, and returns its norm before.
+    # cfg.clip_range() is (eps_low, eps_high). The backward pass may be put into
+    # `with tf32_matmuls():`, which makes it faster on CUDA.
     # The metrics need two lists with an entry per optimizer step. An entry of `updates` is a list
     # of (micro-batch, detached log-probs, loss as a number), and an entry of `grad_norms` is the
     # gradient norm before clipping.""",
 }
 # The lines of MicroBatch.__init__ that are not the point of the exercise, and stay:
-GIVEN = re.compile("log_probs|extra|for i in indices|prompt, response")
+GIVEN = re.compile("log_probs|is_on_policy|extra|for i in indices|prompt, response")
 
 
 def is_end(node):

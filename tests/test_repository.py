@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from tests.conftest import TOP
 
 PAGE = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
-FOLDERS = "support", "tools", "lesson", "homework", "evidence"
+FOLDERS = "support", "tools", "lesson", "homework", "guides", "evidence"
 MAY_IMPORT = {
     "copy", "itertools", "time", "dataclasses", "typing", "torch", "tqdm", "gspo", "support"}
 MAY_SUPPORT_IMPORT = {"torch", "tqdm", "transformers", "datasets", "filelock", "pyarrow"}
