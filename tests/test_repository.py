@@ -31,7 +31,8 @@ LIMITS = {"lines": 390, "tokens": 2700, "tokens per code line": 11, "columns": 1
 WITH_ANOTHER = {  # is installed with it
     "pyarrow": "datasets", "safetensors": "transformers", "tokenizers": "transformers",
     "PIL": "matplotlib"}
-OPTIONAL = {"trl", "verl", "peft", "packaging"}  # only some comparisons and tests need these
+# Only some comparisons, configurations and tests need these:
+OPTIONAL = {"trl", "verl", "peft", "packaging", "yaml"}
 
 
 def source_of(path):
@@ -164,7 +165,7 @@ class TestRequirements:
         needed = set()
         for path in python_files(*FOLDERS, "tests"):
             needed |= packages(source_of(path))
-        own = {path.stem for path in TOP.glob("*.py")} | {*FOLDERS, "tests"}
+        own = {path.stem for path in python_files("guides")} | {*FOLDERS, "tests"}
         needed -= sys.stdlib_module_names | own | OPTIONAL
         needed = {WITH_ANOTHER.get(name, name) for name in needed}
         assert set(listed("requirements.txt")) == needed
