@@ -178,6 +178,7 @@ class TestAnswers:
     def test_takes_the_last_number_when_not_strict(self, text, answer):
         assert train_math.extract_answer(text, strict=False) == answer
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("piece", [
         "1", "1,", "111,", "#", "####", "#### ", "-", "$", " ", "*", ".", "1.", "1/", ",111",
         "−", "+$1", "\\boxed{", "\\boxed", "\\text{", "{,}", "\\,", "1\\",
