@@ -10,7 +10,7 @@ is missing, its runs are made again. A run takes about half a minute on an idle 
 runs/bugs/.
 
 A hand-out is FOLDER with exercise.md, eight logs and their picture. --shuffle gives the seed with
-which the letters are shuffled. The key is not in FOLDER but beside it, in FOLDER-key.md. Nothing is
+which the letters are shuffled. The key is not near FOLDER but in runs/keys/. Nothing is
 overwritten. Without --seed, a hand-out takes seconds, but its logs are the published ones, so that
 a student can look up the answers. With --seed N, eight new runs with the seeds N to N + 7 are made.
 Compare the key with the new logs before you grade, because seeds differ, and the key describes the
@@ -284,11 +284,11 @@ def shown(row):
 
 
 def hand_out(folder, shuffle, seed=None):
-    """Writes the exercise and eight logs into a new folder, and the key beside it.
+    """Writes the exercise and eight logs into a new folder, and the key into runs/keys.
 
     shuffle: the seed of the letters. seed: of the first of eight new runs; None: the published
     logs. Returns the path of the key. FileExistsError: one of the two exists already."""
-    key = folder.with_name(f"{folder.name}-key.md")
+    key = Path("runs", "keys", f"{folder.name}.md")
     for path in folder, key:
         if path.exists():
             raise FileExistsError(f"{path} exists already, so nothing was written")

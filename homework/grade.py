@@ -1,7 +1,7 @@
 r"""Hand-outs and grades of the first two homeworks: the maths (gspo.py), the loop (train_math.py).
 
-    python -m homework.grade maths --handout FOLDER        my_gspo.py and its tests, without answers
-    python -m homework.grade loop --handout FOLDER         train_math.py with four blanks, its tests
+    python -m homework.grade maths --handout FOLDER        my_gspo.py, its tests, a sheet
+    python -m homework.grade loop --handout FOLDER         train_math.py with four blanks, the same
     python -m homework.grade maths --grade FILES           the grades of a class: a row per file
     python -m homework.grade loop --grade FILES --json     the same, with a JSON object per line
     python -m homework.grade maths --handout FOLDER gspo_loss    a smaller one: one blank function
@@ -71,6 +71,35 @@ WORDS = {  # an honest solution needs none of these, so a teacher should read a 
     "inspect", "kill", "modules", "open", "pytest", "read_bytes", "read_text", "runpy",
     "subprocess", "system",
 }
+SHEET = """# Homework: {title}
+
+{task}
+
+Run this command until all tests pass. It stops at the first failure and says what to look at:
+
+    {variable}={blank} python -m pytest -x {tests}
+
+This command prints your grade:
+
+    {variable}={blank} python -m pytest -q --tb=no -rN {tests}
+
+In PowerShell, leave out `{variable}={blank}`, and first run `$env:{variable}="{blank}"`.
+
+- Hand in {blank} alone. You are graded with other copies of {tests} and grader.py, so a
+  change of these files has no effect.
+- You may add functions of your own. The tests see only what your functions return.
+- You get all points of a part if all of its tests pass, and otherwise at most a third.
+- Be ready to explain what breaks without each of your lines.
+"""
+MATHS = """\
+Write the bodies of the functions in my_gspo.py. Their docstrings say what each function returns,
+and name the equations of the paper (arXiv:2507.18071, version 2). You need only torch. First come
+the tests of the maths (90% of the points), and then those of the promises at the top of the file.
+The file mentions gspo.py and train_math.py, which you do not have."""
+LOOP = """\
+Fill in the blanks of train_math.py: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of
+train_step. The comments in the blanks say what is needed. gspo.py is the solution of the maths,
+which you may use."""
 FILES = ("gspo.py", "train_math.py", "test_gspo.py", "test_loop.py", "grader.py")
 
 
@@ -82,6 +111,8 @@ class Homework:
     blank: str                     # the name of a student's file in the hand-out
     copies: dict                   # what else is in the hand-out: {name: path}
     parts: tuple                   # the columns of the table
+    title: str                     # of the sheet for students, and what it asks for:
+    task: str
     pieces: Callable               # from source text to {what a student writes: its syntax trees}
     assignment: Callable           # from the names of functions (none: all) to the blank file
 
@@ -239,6 +270,8 @@ def homeworks():
             tests=ROOT / "test_gspo.py",
             variable="GSPO",
             blank="my_gspo.py",
+            title="the maths of GSPO",
+            task=MATHS,
             copies=grader,
             parts=FUNCTIONS,
             pieces=maths_pieces,
@@ -249,6 +282,8 @@ def homeworks():
             tests=HERE / "test_loop.py",
             variable="LOOP",
             blank="train_math.py",
+            title="the training loop",
+            task=LOOP,
             copies=grader | support | {"gspo.py": ROOT / "gspo.py"},
             parts=BLANKS,
             pieces=loop_pieces,
@@ -261,6 +296,7 @@ def hand_out(homework, folder, names=()):
     copies = {**homework.copies, homework.tests.name: homework.tests}
     files = {name: read_text(path) for name, path in copies.items()}
     files[homework.blank] = homework.assignment(names)
+    files["README.md"] = SHEET.format(**vars(homework) | {"tests": homework.tests.name})
     for name in files:
         if (folder / name).exists():
             refuse(f"{folder / name} exists already, so nothing was written")
@@ -445,6 +481,8 @@ def what_it_is_not(source):
     if source is None:
         return "no such file"
     text = source.lstrip()
+    if not text:
+        return "is empty"
     if text.startswith("{") and '"cells"' in text:
         return "is a Jupyter notebook: export it as a Python script (.py) first"
     return None
@@ -516,10 +554,13 @@ def grade(homework, name, source, seen=None):
         if any(passed < of for passed, of in counts.values()):
             lost[part] = note
     perhaps = shared_helpers(homework, source, lost)
-    for part in homework.parts:
-        note = results["parts"][part][1]
-        if note:
-            remarks.append(f"{part}: {perhaps.get(part, '')}{note}")
+    notes = {part: note for part, (_, note) in results["parts"].items() if note}
+    blank = [part for part, note in notes.items() if "still to be written" in note]
+    if len(blank) > 1:
+        remarks.append(f"still to be written: {', '.join(blank)}")
+        notes = {part: note for part, note in notes.items() if part not in blank}
+    for part, note in notes.items():
+        remarks.append(f"{part}: {perhaps.get(part, '')}{note}")
     for kind, points in results["total"].items():
         row[f"total {kind}"] = points
     return row | {"remark": "; ".join(remarks)}

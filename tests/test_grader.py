@@ -53,13 +53,25 @@ def handed_out(tmp_path_factory):
 class TestHandOut:
     def test_keeps_the_docstrings_and_no_body(self, handed_out):
         names = {path.name for path in handed_out.iterdir()}
-        assert names == {"my_gspo.py", "test_gspo.py", "grader.py"}
+        assert names == {"my_gspo.py", "test_gspo.py", "grader.py", "README.md"}
         stubs = functions_of((handed_out / "my_gspo.py").read_text(encoding="utf-8"))
         assert [*stubs] == FUNCTIONS
         for name, stub in stubs.items():
             assert ast.get_docstring(stub) == ast.get_docstring(GIVEN[name])
             assert ast.unparse(stub.args) == ast.unparse(GIVEN[name].args)
             assert ast.unparse(stub.body[1:]) == "raise NotImplementedError"
+
+    def test_has_a_sheet_whose_commands_run(self, handed_out):
+        """Of a file without any answer, the first command fails, and the second prints 0%."""
+        sheet = (handed_out / "README.md").read_text(encoding="utf-8")
+        commands = re.findall(r"^    (GSPO=.*)$", sheet, re.MULTILINE)
+        assert len(commands) == 2
+        for command in commands:
+            command = command.replace("python", sys.executable)
+            done = subprocess.run(
+                command, shell=True, cwd=handed_out, capture_output=True, text=True)
+            assert done.returncode == 1
+            assert "grade 0.0%" in done.stdout, done.stdout
 
     def test_has_no_answer_in_its_tests(self, handed_out):
         """No statement of gspo.py's functions, nor a call of torch that would do the work."""
@@ -451,6 +463,10 @@ class TestHints:
 
 
 class TestRemarks:
+    @pytest.mark.parametrize("source", ["", " \n"])
+    def test_on_an_empty_file_are_one(self, source):
+        assert grade.grade(MATHS, "a.py", source)["remark"] == "is empty"
+
     def test_on_code_that_is_the_same_except_for_names_and_docstrings(self):
         own = GSPO.replace("_token_mean", "average").replace("log_ratio", "difference")
         for name in FUNCTIONS:
