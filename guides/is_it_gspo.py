@@ -186,7 +186,7 @@ def judged(settings):
     values = {
         "level": engine.get("levels", FACTS["levels"]).get(level[0].lower(), "unknown"),
         "mean": FACTS["means"].get(mean[0].lower(), "unknown"),
-        "updates": updates,
+        "updates": int(updates) if updates % 1 == 0 else updates,
         "eps_low": number(low[0]),
         "eps_high": number(high[0]),
     }
@@ -242,7 +242,7 @@ def main(arguments):
         return
     for name, question in FACTS["questions"].items():
         print(f"{question}: {values.get(name, '')}")
-        print(*[f"      {source}" for source in sources.get(name, [])], sep="\n")
+        print(*[f"      {source}" for source in dict.fromkeys(sources.get(name, []))], sep="\n")
     print(FACTS["verdicts"][values["verdict"]])
 
 
