@@ -13,7 +13,8 @@ import torch
 
 import gspo
 import train_math
-from lesson import grow, tiny
+from evidence.successors import cispo_loss, sapo_loss
+from lesson import grow, pictures, tiny
 from tests.conftest import SMALL, TOP
 from tools.logs import read
 
@@ -73,6 +74,38 @@ def test_each_stage_repairs_what_it_says(monkeypatch, capsys):
     assert rows["ratio", 32]["noise_moved"] > 2 * rows["root", 32]["noise_moved"]
     assert rows["root", 32]["ruined"] > 10 > 2 > rows["clip", 32]["ruined"]
     assert rows["clip", 4]["bias_moved"] > rows["root", 4]["bias_moved"], "the price of the clip"
+
+
+# ---- pictures.py: the curves are those of the losses ---------------------------------------------
+
+LOSSES = {
+    pictures.gspo: (gspo.gspo_loss, 3e-4, 4e-4),
+    pictures.grpo: (gspo.grpo_loss, 0.2, 0.27),
+    pictures.no_clip: (gspo.gspo_loss, 1, 1e9),
+    pictures.cispo: (cispo_loss, 1, 0.28),
+    pictures.sapo: (sapo_loss, 1.05, 1.0)}
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_weights_in_the_picture_are_the_gradients_of_the_losses(advantage):
+    """One response for each ratio, whose three tokens all have this ratio."""
+    ratio = torch.linspace(0.3, 2.2, 39).double()
+    old = torch.full((39, 3), -1.0).double()
+    assert {curve for curve, *_ in pictures.CURVES.values()} == set(LOSSES)
+    for curve, (loss, low, high) in LOSSES.items():
+        new = (old + ratio.log()[:, None]).requires_grad_()
+        rest = torch.full((39,), advantage).double(), torch.ones(39, 3), low, high
+        gradient = torch.autograd.grad(-39 * loss(new, old, *rest), new)[0].sum(1) / advantage
+        weight = pictures.weight(curve, ratio, advantage)
+        torch.testing.assert_close(weight, gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_draws_both_pictures(tmp_path):
+    pictures.draw_clip(tmp_path / "clip.png")
+    pictures.draw_weights(tmp_path / "weights.png")
+    for name in "clip.png", "weights.png":
+        assert 10_000 < (tmp_path / name).stat().st_size < 150_000
+        assert (TOP / "lesson" / name).stat().st_size < 150_000
 
 
 # ---- tiny.py: the small world --------------------------------------------------------------------
