@@ -69,7 +69,7 @@ def test_neighbouring_steps_are_correlated():
     assert tables.correlation_of_neighbours([1, 1, -1, -1]) == 0.25
 
 
-@pytest.mark.parametrize("page", ["lesson/README.md", "homework/find_the_bug.md"])
+@pytest.mark.parametrize("page", ["lesson/in_depth.md", "homework/find_the_bug.md"])
 def test_pages_show_the_means_of_the_changed_gradients(page):
     means = []
     for line in tables.gradients(tables.logs("lesson")["gradients"]).splitlines():

@@ -115,6 +115,12 @@ def test_has_correct_sums_and_mistakes_if_asked_for():
     assert row["question"] == "Rabbits: 3, then 7. In c months?"
     assert row["worked"] == "c3+7=0b7+0=7a0+7=7\n#### 7"
     assert row["answer"] == "#### 7"
+    page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^ +\d+ +(k\S+=\d) +(\d) +(\d) ", page, re.MULTILINE)
+    for response, answer, reward in shown:  # in the group that the lesson shows
+        is_correct = tiny.rabbits((5, 1), 11)["worked"] == f"{response}\n#### {answer}"
+        assert is_correct == (reward == "1")
+    assert len(shown) == 2
     right = tiny.rabbits((3, 7), 16)
     slipped = tiny.rabbits((3, 7), 16, random.Random(0), slips=1.0)
     assert slipped["answer"] == right["answer"], "the gold answer has no mistake"
