@@ -7,6 +7,7 @@ import math
 import random
 import re
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +70,7 @@ def test_neighbouring_steps_are_correlated():
     assert tables.correlation_of_neighbours([1, 1, -1, -1]) == 0.25
 
 
-@pytest.mark.parametrize("page", ["lesson/README.md", "homework/find_the_bug.md"])
+@pytest.mark.parametrize("page", ["lesson/in_depth.md", "homework/find_the_bug.md"])
 def test_pages_show_the_means_of_the_changed_gradients(page):
     means = []
     for line in tables.gradients(tables.logs("lesson")["gradients"]).splitlines():
@@ -529,21 +530,31 @@ def test_the_first_command_of_the_lesson_has_the_settings_of_the_plan():
         assert flags[2:] == tiny.RANGES[algorithm.lower()]
 
 
-def test_the_lesson_shows_lines_of_the_logged_runs():
-    """The lines stand in the order of these runs; the seconds are not compared."""
-    page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8")
-    blocks = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-              if block.startswith("step ")]
-    runs = seeds.runs_of("lesson")
-    shown = "GSPO", "one update", "no clip", "GRPO"
-    assert len(blocks) == len(shown)
-    for name, block in zip(shown, blocks):
-        rows = {row["step"]: row for row in runs[name, 0, 0]}
-        for line in block.splitlines():
-            step = int(re.match(r"step (\d+)/16", line)[1])
-            for metric, value in re.findall(r"(\w+) ([\d.]+)(?:  |$)", line.partition("  ")[2]):
-                if metric != "seconds":
-                    assert f"{rows[step][metric]:.3g}" == value, (name, line, metric)
+def test_the_lesson_shows_numbers_of_the_logged_runs():
+    page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    runs = {name: {row["step"]: row for row in rows}
+            for (name, world, seed), rows in seeds.runs_of("lesson").items() if seed == 0}
+    after = page.split("| step | `reward` | `response_length` | `eval_reward` | ")[1:]
+    for name, table in zip(("GSPO", "no clip"), after, strict=True):
+        shown = re.findall(r"\| (before|\d+) \| ([\d.]*)%? ?\| ([\d.]*) ?\| ([\d.]*)%? ?\|", table)
+        assert len(shown) >= 4
+        for step, *values in shown:
+            row = runs[name][0 if step == "before" else int(step)]
+            for metric, value in zip(("reward", "response_length", "eval_reward"), values):
+                if value:
+                    times = 1 if metric == "response_length" else 100
+                    assert f"{times * row[metric]:.1f}" == value, (name, step, metric)
+    gspo, one = runs["GSPO"], runs["one update"]
+    clipped = {name: statistics.mean(row["clip_fraction"] for step, row in rows.items() if step)
+               for name, rows in runs.items()}
+    for sentence in (
+            f"this holds for {gspo[16]['equal_reward_groups']:.0%} of the groups",
+            f"after step 4, `eval_reward` is {one[4]['eval_reward']:.1%}",
+            f"in step 16, `reward` is {one[16]['reward']:.1%}",
+            f"it is {gspo[1]['log_ratio_std']:.3f}, and the range is",
+            f"the reward of step 2 was only {gspo[2]['reward']:.1%}",
+            f"{clipped['GSPO']:.1%} of the tokens over all steps, and GRPO {clipped['GRPO']:.1%}"):
+        assert sentence in page
 
 
 def test_visits_count_the_responses_that_never_contribute():

@@ -10,10 +10,12 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 
 import gspo
 import train_math
-from lesson import grow, tiny
+from evidence.successors import cispo_loss, sapo_loss
+from lesson import grow, pictures, tiny
 from tests.conftest import SMALL, TOP
 from tools.logs import read
 
@@ -75,6 +77,39 @@ def test_each_stage_repairs_what_it_says(monkeypatch, capsys):
     assert rows["clip", 4]["bias_moved"] > rows["root", 4]["bias_moved"], "the price of the clip"
 
 
+# ---- pictures.py: the curves are those of the losses ---------------------------------------------
+
+LOSSES = {
+    pictures.gspo: (gspo.gspo_loss, 3e-4, 4e-4),
+    pictures.grpo: (gspo.grpo_loss, 0.2, 0.27),
+    pictures.no_clip: (gspo.gspo_loss, 1, 1e9),
+    pictures.cispo: (cispo_loss, 1, 0.28),
+    pictures.sapo: (sapo_loss, 1.05, 1.0)}
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_weights_in_the_picture_are_the_gradients_of_the_losses(advantage):
+    """One response for each ratio, whose three tokens all have this ratio."""
+    ratio = torch.linspace(0.305, 2.205, 191).double()  # none of them is the end of a range
+    old = torch.full((191, 3), -1.0).double()
+    assert {curve for curve, *_ in pictures.CURVES.values()} == set(LOSSES)
+    for curve, (loss, low, high) in LOSSES.items():
+        new = (old + ratio.log()[:, None]).requires_grad_()
+        rest = torch.full((191,), advantage).double(), torch.ones(191, 3), low, high
+        gradient = torch.autograd.grad(-191 * loss(new, old, *rest), new)[0].sum(1) / advantage
+        weight = pictures.weight(curve, ratio, advantage)
+        torch.testing.assert_close(weight, gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_draws_both_pictures(tmp_path):
+    pictures.draw_clip(tmp_path / "clip.png")
+    pictures.draw_weights(tmp_path / "weights.png")
+    for name in "clip.png", "weights.png":
+        assert (tmp_path / name).stat().st_size > 10_000
+        assert Image.open(tmp_path / name).mode == "P", "it has few colours, so the file is small"
+        assert (TOP / "lesson" / name).stat().st_size < 150_000
+
+
 # ---- tiny.py: the small world --------------------------------------------------------------------
 
 def test_has_correct_sums_and_mistakes_if_asked_for():
@@ -82,6 +117,12 @@ def test_has_correct_sums_and_mistakes_if_asked_for():
     assert row["question"] == "Rabbits: 3, then 7. In c months?"
     assert row["worked"] == "c3+7=0b7+0=7a0+7=7\n#### 7"
     assert row["answer"] == "#### 7"
+    page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^ +\d+ +(k\S+=\d) +(\d) +(\d) ", page, re.MULTILINE)
+    for response, answer, reward in shown:  # in the group that the lesson shows
+        is_correct = tiny.rabbits((5, 1), 11)["worked"] == f"{response}\n#### {answer}"
+        assert is_correct == (reward == "1")
+    assert len(shown) == 2
     right = tiny.rabbits((3, 7), 16)
     slipped = tiny.rabbits((3, 7), 16, random.Random(0), slips=1.0)
     assert slipped["answer"] == right["answer"], "the gold answer has no mistake"

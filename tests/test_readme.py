@@ -80,10 +80,11 @@ class TestReadme:
             if output or not is_printing_numbers:
                 assert printed.strip() == output.strip(), code
 
-    def test_six_lines_are_gspo_loss(self):
-        """The function on the front page equals gspo_loss on a batch without NaN and without empty
+    @pytest.mark.parametrize("page", ["README.md", "lesson/README.md"])
+    def test_six_lines_are_gspo_loss(self, page):
+        """The function on the page equals gspo_loss on a batch without NaN and without empty
         responses."""
-        code = re.search(r"```python\n(.*?def gspo\(.*?)```", text_of("README.md"), re.DOTALL)
+        code = re.search(r"```python\n(.*?def gspo\(.*?)```", text_of(page), re.DOTALL)
         names = {}
         exec(code[1], names)
         torch.manual_seed(0)
@@ -94,7 +95,7 @@ class TestReadme:
         found = []
         for loss, paid in (gspo_loss, group_advantages(rewards, 8)), (names["gspo"], rewards):
             new = start.clone().requires_grad_()
-            more = () if loss is gspo_loss else (8,)  # the front page's also needs the group size
+            more = () if loss is gspo_loss else (8,)  # that of the page also needs the group size
             value = loss(new, old, paid, mask, *more, eps_low=3e-4, eps_high=4e-4)
             value.backward()
             found.append((value.detach(), new.grad))

@@ -1,0 +1,115 @@
+"""Draws clip.png and weights.png, the two pictures of the lesson that need no run, from the
+functions of gspo.py: python -m lesson.pictures
+
+clip.png shows the clipped objective of a response, and weights.png by how much several losses
+multiply the gradient of a response. There, all tokens of the response have the same ratio, so that
+the ratio of each token is also that of the response.
+"""
+from pathlib import Path
+
+import torch
+
+from gspo import clipped_objective
+from tools.plot import STYLES, shrink
+
+HERE = Path(__file__).parent
+LOW, HIGH = 0.2, 0.3  # the clip range of clip.png, wide enough to be seen
+CISPO_MAXIMUM = 1.28
+SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # its temperatures for A > 0 and for A < 0
+
+
+def grpo(log_ratio, advantage):
+    return clipped_objective(log_ratio.exp(), advantage, 0.2, 0.27)
+
+
+def gspo(log_ratio, advantage):
+    return clipped_objective(log_ratio.exp(), advantage, 3e-4, 4e-4)
+
+
+def wide(log_ratio, advantage):
+    return clipped_objective(log_ratio.exp(), advantage, LOW, HIGH)
+
+
+def no_clip(log_ratio, advantage):
+    return clipped_objective(log_ratio.exp(), advantage, 1, 1e9)
+
+
+def cispo(log_ratio, advantage):
+    weight = log_ratio.exp().detach().clamp(max=CISPO_MAXIMUM)
+    return weight * advantage * log_ratio
+
+
+def sapo(log_ratio, advantage):
+    tau = SAPO_POSITIVE if advantage > 0 else SAPO_NEGATIVE
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    return 4 / tau * gate * advantage
+
+
+CURVES = {  # label: (objective, (colour, line style), width); where lines meet, all remain visible
+    "GSPO (3e-4, 4e-4)": (gspo, STYLES["gspo"], 4),
+    "PPO, GRPO (0.2, 0.27)": (grpo, STYLES["grpo"], 3),
+    "CISPO (ratio at most 1.28)": (cispo, ("#CC79A7", "-."), 2),
+    "SAPO (1 and 1.05)": (sapo, ("#009E73", (0, (8, 1))), 1.5),
+    "no clip": (no_clip, STYLES["no clipping"], 2)}
+
+
+def weight(objective, ratio, advantage):
+    """What multiplies the advantage in the gradient with respect to the log-prob, for each ratio:
+    1 in the first update of a rollout, and 0 where the response is clipped."""
+    log_ratio = ratio.log().requires_grad_()
+    total = objective(log_ratio, torch.tensor(advantage)).sum()
+    return torch.autograd.grad(total, log_ratio)[0] / advantage
+
+
+def draw_clip(path):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    ratio = torch.linspace(0.4, 1.7, 1301).double()
+    panels = figure.subplots(1, 2)
+    for axis, advantage in zip(panels, (1.0, -1.0)):
+        clipped = clipped_objective(ratio, torch.tensor(advantage), LOW, HIGH)
+        color, line = STYLES["no clipping"]
+        axis.plot(ratio, ratio * advantage, color=color, linestyle=line, label="s A: no clip")
+        axis.plot(ratio, clipped, color=STYLES["gspo"][0], linewidth=2.5,
+                  label="min(s A, clip(s) A)")
+        ends = ratio[weight(wide, ratio, advantage) == 0]
+        axis.axvspan(ends.min(), ends.max(), color="0.88", label="clipped: the gradient is 0")
+        for start in (0.6, 0.95, 1.1) if advantage > 0 else (1.0, 1.2, 1.5):
+            end = start + 0.15 * advantage  # along the objective, upwards
+            axis.annotate("", (end, abs(end) * advantage), (start, start * advantage),
+                          arrowprops={"arrowstyle": "-|>", "linewidth": 2})
+        side = "right" if advantage > 0 else "left"
+        axis.set(xlabel="importance ratio s", ylabel="objective of the response",
+                 title=f"A = {advantage:+.0f}: the gradient moves s to the {side}")
+        axis.axvline(1, color="0.5", linewidth=0.8)
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right" if advantage > 0 else "upper right", fontsize=9)
+    save(figure, path)
+
+
+def draw_weights(path):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    ratio = torch.linspace(0.3, 2.2, 3801).double()
+    panels = figure.subplots(1, 2, sharey=True)
+    for axis, advantage in zip(panels, (1.0, -1.0)):
+        for label, (objective, (color, line), width) in CURVES.items():
+            axis.plot(ratio, weight(objective, ratio, advantage), color=color, linestyle=line,
+                      linewidth=width, label=label)
+        kind = "raise" if advantage > 0 else "lower"
+        axis.set(xlabel="ratio, the same for all tokens", ylim=(-0.05, 2.25),
+                 title=f"A = {advantage:+.0f}: {kind} the probability")
+        axis.grid(alpha=0.3)
+    panels[0].set_ylabel("weight of the gradient")
+    panels[0].legend(loc="upper left", fontsize=9)
+    save(figure, path)
+
+
+def save(figure, path):
+    figure.savefig(path, dpi=120)
+    shrink(path)
+
+
+if __name__ == "__main__":
+    draw_clip(HERE / "clip.png")
+    draw_weights(HERE / "weights.png")
