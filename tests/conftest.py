@@ -20,6 +20,7 @@ from tools.logs import read
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 TOP = Path(__file__).resolve().parents[1]
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # on the pages; the tests take a local model
 torch.set_num_threads(1)  # models this small are slower on several
 
 def pytest_configure(config):
@@ -271,6 +272,19 @@ def world(tmp_path_factory):
     for part in tiny_model(tokenizer, seed=0), tokenizer:
         part.save_pretrained(folder / "model")
     write_jsonl(folder / "questions.jsonl", sums(30))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_model(world, tmp_path_factory):
+    """A folder with the same model, and with a chat template that shows everything."""
+    folder = tmp_path_factory.mktemp("chat")
+    model, tokenizer = train_math.load(str(world / "model"), "cpu")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
+        "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}")
+    for part in model, tokenizer:
+        part.save_pretrained(folder)
     return folder
 
 

@@ -14,10 +14,22 @@ import torch
 
 import gspo
 import train_math
-from tests.conftest import TOP, block, check, parity_reward, run, train, weights_of
+from tests.conftest import (
+    SMOLLM2,
+    TOP,
+    block,
+    check,
+    parity_reward,
+    run,
+    settings,
+    train,
+    weights_of,
+)
 from tools.logs import paired, read, read_packed
+from tools.warm_up import given_rollout
 
 OWN_TASK = "guides/own_task.md"
+RECIPES = "guides/recipes.md"
 PASTE = "guides/paste.md"
 
 
@@ -28,7 +40,7 @@ def names_of(page, containing, **names):
     return names
 
 
-# ---- own_task.md ---------------------------------------------------------------------------------
+# ---- own_task.md and recipes.md -----------------------------------------------------------------
 
 
 def test_several_rewards_are_logged(fresh):
@@ -95,17 +107,11 @@ def test_math_verify_accepts_fractions():
 
 
 def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(
-        world, command, tmp_path, monkeypatch, capsys):
+        chat_model, command, tmp_path, monkeypatch, capsys):
     """Of a run with a system prompt. The chat template shows everything."""
-    model, tokenizer = train_math.load(str(world / "model"), "cpu")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
-        "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}")
-    for part in model, tokenizer:
-        part.save_pretrained(tmp_path / "start")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "math"
-    flags = ["--model", str(tmp_path / "start"), "--system", "Be brief.", "--max_steps", "1"]
+    flags = ["--model", str(chat_model), "--system", "Be brief.", "--max_steps", "1"]
     rows = run(command, folder, *flags, reward=train_math.correctness_reward)
     names = names_of(OWN_TASK, "train_math.evaluate(")
     row = names["row"]
@@ -118,9 +124,39 @@ def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(
     assert row["eval_results"][0]["gold"] == "144" and row["eval_results"][0]["response"]
 
 
+@pytest.mark.parametrize("learning_rate", ["0", "1e-3"])
+def test_supervised_fine_tuning_trains_on_the_answers_only(
+        chat_model, tmp_path, monkeypatch, learning_rate):
+    """Its first losses are means over the tokens of the answers after the prompts of the script."""
+    monkeypatch.chdir(TOP)
+    code = block(OWN_TASK, "-100").replace("lr=1e-5", f"lr={learning_rate}")
+    code = code.replace(SMOLLM2, str(chat_model)).replace("runs/sft", str(tmp_path))
+    losses = []
+    names = {"print": lambda text: losses.append(float(text.split()[-1]))}
+    exec(code, names)
+    cfg = settings(instruction=names["instruction"])
+    model, tokenizer = train_math.load(str(chat_model), "cpu")
+    prompts = train_math.encode_prompts(tokenizer, names["rows"], cfg)
+    texts = [row["answer"] for row in names["rows"]]
+    answers = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
+    expected = 0
+    for prompt, answer in zip(prompts, answers):
+        rollout = given_rollout([prompt], [answer])
+        batch = train_math.MicroBatch(rollout, torch.ones(1), [0], "cpu")
+        total = train_math.response_log_probs(model, batch, 1.0).sum().item()
+        expected -= total / len(answer) / len(prompts)
+    after, _ = train_math.load(str(tmp_path / "model"), "cpu")
+    if learning_rate == "0":
+        assert losses == pytest.approx([expected] * 3, abs=6e-4)
+        assert torch.equal(weights_of(after), weights_of(model))
+    else:
+        assert losses[2] < losses[1] < losses[0] and losses[2] < expected / 2
+        assert torch.equal(weights_of(after), weights_of(names["model"]))
+
+
 def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["mine.py", *command])
-    sample = names_of(OWN_TASK, "is_equal")["sample"]
+    sample = names_of(RECIPES, "is_equal")["sample"]
     seen = []
 
     def reward(prompts, completions, cut, **columns):
@@ -181,7 +217,7 @@ def engine(fresh):
 
 
 def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, engine):
-    generate = names_of(OWN_TASK, "engine_at")["engine_at"](engine.url)
+    generate = names_of(RECIPES, "engine_at")["engine_at"](engine.url)
     rows = train(fresh, held_out=2, generate=generate, max_steps=3)
     assert all(row["sampler_gap"] < 1e-6 for row in rows[1:])
     assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
@@ -192,7 +228,7 @@ def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, engine):
 
 def test_an_engine_in_half_precision_passes_the_trial_and_another_model_does_not(fresh, engine):
     engine.dtype = torch.bfloat16
-    generate = names_of(OWN_TASK, "engine_at")["engine_at"](engine.url)
+    generate = names_of(RECIPES, "engine_at")["engine_at"](engine.url)
     check(*fresh, generate=generate)
     engine.takes_weights = False
     engine.model.lm_head.weight.data.mul_(20)
@@ -202,7 +238,7 @@ def test_an_engine_in_half_precision_passes_the_trial_and_another_model_does_not
 
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
     """Gradient checkpointing keeps less for the backward pass, and changes no number."""
-    recipe = names_of(OWN_TASK, "activation_checkpointing_enable")
+    recipe = names_of(RECIPES, "activation_checkpointing_enable")
     before, _ = train_math.load(str(world / "model"), "cpu")
     weights = [weights_of(before)]
     kept = []

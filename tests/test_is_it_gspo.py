@@ -399,8 +399,19 @@ def test_the_page_counts_the_public_configurations():
     for verdict in FACTS["verdicts"]:
         count = sum(int(number) for name, number in rows if name == verdict)
         assert count == sum(one["verdict"] == verdict for one in PUBLIC), verdict
+    never, gspo = (sum(one["verdict"] == verdict for one in PUBLIC)
+                   for verdict in ("never_clipped", "gspo"))
+    assert f"{never} of the [{len(PUBLIC)} public" in page and gspo == 7  # "seven" on the page
     repositories = {one["repository"] for one in PUBLIC}
     assert f"{len(PUBLIC)} public configurations from {len(repositories)} rep" in section
+
+
+def test_the_first_answer_of_the_page_is_that_of_the_command():
+    page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
+    file, answer = re.search(r'set only `(.*)` in TRL, it is:\n\n```text\n(.*)\n```', page).groups()
+    done = subprocess.run([sys.executable, TOP / "guides/is_it_gspo.py", "--" + file.split("=")[0],
+                           file.split('"')[1]], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == answer
 
 
 def test_the_page_has_a_row_for_each_engine():

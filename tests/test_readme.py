@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gspo import group_advantages, gspo_loss
-from tests.conftest import TOP, run_code
+from tests.conftest import SMOLLM2, TOP, run_code
 
 FOUND = [path.relative_to(TOP) for kind in ("md", "ipynb") for path in TOP.rglob(f"*.{kind}")]
 FOUND = [path for path in FOUND if not path.parts[0].startswith((".", "runs"))]
@@ -61,10 +61,11 @@ def test_links_lead_to_files_and_headings(page):
 
 class TestReadme:
     @pytest.mark.parametrize("page", PAGES)
-    def test_blocks_print_what_they_say(self, page, command, whole, tmp_path):
+    def test_blocks_print_what_they_say(self, page, command, whole, chat_model, tmp_path):
         """Each block runs beside gspo.py, unless it needs a package that is not installed. A block
         that calls train_math.main gets flags, here those of one step of the tiny model, and of the
-        algorithm that it adds. A block that reads the run runs/math reads one of the tiny model."""
+        algorithm that it adds. A block that reads the run runs/math reads one of the tiny model. A
+        block that loads SmolLM2 loads the tiny model, and its numbers are not on the page."""
         for i, (code, output) in enumerate(blocks_of(page)):
             if any(is_missing(module, code) for module in OPTIONAL):
                 continue
@@ -73,8 +74,10 @@ class TestReadme:
                 flags = [*command, "--max_steps", "1", "--output_dir", str(tmp_path / str(i))]
                 for algorithm in re.findall(r'ALGORITHMS\["(\w+)"\] =', code):
                     flags += ["--algorithm", algorithm]
-            is_printing_numbers = flags or "runs/math/" in code
+            is_printing_numbers = flags or "runs/math/" in code or SMOLLM2 in code
             code = code.replace("runs/math/", f"{whole.as_posix()}/")
+            code = code.replace(SMOLLM2, chat_model.as_posix())
+            code = code.replace("runs/sft", (tmp_path / "sft").as_posix())
             status, printed, errors = run_code(code, *flags)
             assert status == 0, f"{code}\n{errors}"
             if output or not is_printing_numbers:

@@ -1,4 +1,4 @@
-"""The recipes of guides/own_task.md with a loss, a sampler or a state of their own.
+"""The recipes of guides/recipes.md with a loss, a sampler or a state of their own.
 
 The gradient of each update agrees with a formula that is written out: one response at a time,
 without padding and micro-batches. A run that is killed continues as if it had not been."""
@@ -18,7 +18,7 @@ from tests.conftest import TOP, block, parity_reward, without_clocks
 from tools.logs import read
 from tools.warm_up import tiny_tokenizer
 
-PAGE = "guides/own_task.md"
+PAGE = "guides/recipes.md"
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
 FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_tokens", "200",
          "--eps_low", str(EPS_LOW), "--eps_high", str(EPS_HIGH), "--max_steps", "3"]
