@@ -5,12 +5,14 @@ import itertools
 import json
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet
 from datasets import load_dataset, load_from_disk
 from tqdm.auto import tqdm
 
+from support.metrics import wilson
 from support.rewards import correctness_reward, gold_answer
 
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
@@ -24,9 +26,9 @@ PARTS = {"train": "train", "training": "train", "test": "test", "validation": "v
 def load_questions(cfg, reward=None):
     """(questions to train on, held-out questions), as lists of dicts.
 
-    The test split is held out. If there is none, the validation split is held out, or else the last
-    questions of the training part. ValueError: there is no training part, or a row has no question,
-    or no answer that the default reward can use (with another reward, answers may be anything)."""
+    The test split is held out. If there is none, the validation split is held out, or else a random
+    sample of the training part, which is the same for each --seed. ValueError: there is no training
+    part, or a row has no question, or no answer that the default reward can use."""
     splits = load_splits(cfg.dataset)
     is_graded = reward not in (None, correctness_reward)
     if not splits.get("train"):
@@ -38,9 +40,10 @@ def load_questions(cfg, reward=None):
     check_rows(questions, "train", is_graded)
     check_rows(held_out or [], name, is_graded)
     if held_out is None:
-        n = len(questions) - min(cfg.eval_size, len(questions) // 5)
-        held_out = questions[n:]
-        questions = questions[:n]
+        n = min(cfg.eval_size, len(questions) // 5)
+        order = random.Random(0).sample(range(len(questions)), len(questions))
+        held_out = [questions[i] for i in sorted(order[:n])]
+        questions = [questions[i] for i in sorted(order[n:])]
     elif not held_out:
         tqdm.write(f"note: the {name} part has no rows, so nothing is evaluated")
     if splits:
@@ -50,7 +53,23 @@ def load_questions(cfg, reward=None):
     if len(unseen) < len(held_out):
         tqdm.write(f"note: {len(held_out) - len(unseen)} held-out questions are left out, because "
                    "they are training questions, too")
+    describe(unseen[:cfg.eval_size])
     return questions, unseen[:cfg.eval_size]
+
+
+def describe(held_out):
+    """A note: how many held-out questions there are, and whether they can show little."""
+    n = len(held_out)
+    text = f"note: {n} questions are held out"
+    answers = Counter(str(row["answer"]) for row in held_out if "answer" in row)
+    for answer, count in answers.most_common(1):
+        if 2 * count > n > 1:
+            text += f". {answer!r:.60} is the answer to {count / n:.0%} of them"
+    if 0 < n < 12:  # a file of 60 rows has 12
+        low, high = wilson(n / 2, n)
+        text += (". So few show little: if half of the responses are correct, the 95% interval is "
+                 f"{low:.0%} to {high:.0%}. Use a file of at least 60 rows, better of 500")
+    tqdm.write(text)
 
 
 def check_rows(rows, part, is_graded):

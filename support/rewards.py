@@ -8,9 +8,9 @@ import torch
 
 TAKEN = {  # the other names in the rows of a log, in evaluations after "eval_"
     "step", "settings", "notes", "reward", "reward_interval", "last_number", "last_number_interval",
-    "questions", "results", "response_length", "cut", "equal_reward_groups", "entropy",
-    "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_mean",
-    "log_ratio_std", "seconds", "seconds_rollout"}
+    "questions", "results", "best_constant", "response_length", "cut", "equal_reward_groups",
+    "entropy", "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max",
+    "log_ratio_mean", "log_ratio_std", "seconds", "seconds_rollout"}
 
 # An answer is what matches PLACE. Everything that this grammar does not name makes it no answer.
 THOUGHT = r"(?i:(?:\w+:)?(?:think(?:ing)?|thought|reasoning)[>\]])"
@@ -78,7 +78,7 @@ def score(reward, questions, texts, **more):
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)[1:2]  # where in the reward function
         place = "".join(f" in {line.filename}, line {line.lineno}" for line in lines)
-        raise RewardError(f"the reward {name} raised {error!r}{place}") from error
+        raise RewardError(f"the reward function {name} raised {error!r}{place}") from error
     rewards = []
     if not isinstance(returned, (str, dict, set)):  # these have no numbers, or no order
         try:
@@ -86,7 +86,7 @@ def score(reward, questions, texts, **more):
         except (TypeError, ValueError):
             pass
     if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
-        raise RewardError(f"the reward {name} returned {returned!r:.200}, but a list of "
+        raise RewardError(f"the reward function {name} returned {returned!r:.200}, but a list of "
                           f"{len(texts)} finite numbers is needed, one for each completion")
     return torch.tensor(rewards, dtype=torch.float32)
 
