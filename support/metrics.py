@@ -1,6 +1,7 @@
 """What train_math.py logs: the metrics of a step and of an evaluation, and notes for the user."""
 import itertools
 from collections import Counter
+from statistics import fmean, pstdev
 
 import torch
 
@@ -98,29 +99,20 @@ def wilson(successes, n):
     return (centre - half) / (n + z2), (centre + half) / (n + z2)
 
 
-def paired_difference(before, after):
-    """(difference of the two means, its 95% interval (low, high)), paired by the questions."""
-    differences = [y - x for x, y in zip(before, after, strict=True)]
-    n = len(differences)
-    total = sum(differences)
-    squares = sum(d * d for d in differences)
-    half = 1.96 * max(0, squares - total**2 / n) ** 0.5 / n  # normal approximation
-    return total / n, (total / n - half, total / n + half)
-
-
 def outcome(before, after):
     """What a run has changed, in words. before, after: the results of two evaluations."""
     pairs = list(zip(before, after))  # with another --eval_size, one has more questions
     if any(x["question"] != y["question"] for x, y in pairs):
-        return "the two evaluations have different questions and cannot be compared"
-    first, last = zip(*[(x["reward"], y["reward"]) for x, y in pairs])
-    difference, (low, high) = paired_difference(first, last)
-    verdict = "includes 0, so no change is shown"
-    if low > 0 or high < 0:
-        verdict = f"excludes 0: it has {'risen' if low > 0 else 'fallen'}"
-    return (f"{sum(first) / len(pairs):.3g} before and {sum(last) / len(pairs):.3g} after, a "
-            f"difference of {difference:+.3g}, whose paired 95% CI {low:+.3g} to {high:+.3g} "
-            f"{verdict}")
+        return "they have other questions and cannot be compared"
+    first, last = ([result["reward"] for result in results] for results in zip(*pairs))
+    differences = [y - x for x, y in zip(first, last)]
+    mean = fmean(differences)
+    half = 1.96 * pstdev(differences) / len(pairs) ** 0.5  # paired, normal approximation
+    verdict = f"excludes 0: it has {'risen' if mean > 0 else 'fallen'}"
+    if abs(mean) <= half:
+        verdict = "includes 0, so no change is shown"
+    return (f"{fmean(first):.3g} before and {fmean(last):.3g} after, a difference of {mean:+.3g}, "
+            f"whose paired 95% CI {mean - half:+.3g} to {mean + half:+.3g} {verdict}")
 
 
 def notes(rows, results):

@@ -4,7 +4,6 @@ import io
 import itertools
 import json
 import random
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -93,48 +92,38 @@ def check_columns(rows, part="train"):
 
 
 def load_splits(dataset):
-    """{"train": rows, "test": rows, ...} of a file, of a folder of files, or from the hub."""
+    """{"train": rows, "test": rows, ...} of a file, of a folder of files, or from the hub.
+
+    The package datasets reads folders that it has written, copies from the hub, and shards. Files
+    with the name of a part, such as train.csv, are read here, with messages that name the row."""
     path = Path(dataset)
     if dataset and path.is_file():
         return {"train": read_rows(path)}
-    if (path / "state.json").exists() and dataset:  # save_to_disk has written this folder
-        return {"train": list(load_from_disk(dataset))}
-    if (path / "dataset_dict.json").exists() and dataset:
-        splits = load_from_disk(dataset)
-    else:
-        if dataset and path.is_dir() and (files := part_files(path)):
-            return {name: read_part(shards) for name, shards in files.items()}
-        if path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
-            raise ValueError("there is no such file")
-        splits = load_dataset(dataset, "main" if dataset == "openai/gsm8k" else None)
+    if dataset and path.is_dir():
+        if files := part_files(path):
+            return {part: read_rows(file) for part, file in files.items()}
+        if (path / "state.json").exists():
+            return {"train": list(load_from_disk(dataset))}
+    elif path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
+        raise ValueError("there is no such file")
+    load = load_from_disk if (path / "dataset_dict.json").exists() else load_dataset
+    splits = load(dataset, "main") if dataset == "openai/gsm8k" else load(dataset)
     return {name: list(rows) for name, rows in splits.items()}
 
 
 def part_files(folder):
-    """{"train": [file, ...], ...}: the data files of this folder, by the words in their names."""
+    """{"train": file, ...}: the files of this folder whose names are those of a part."""
     files = {}
     for file in sorted(folder.iterdir()):
-        parts = {PARTS[word] for word in re.split("[^a-z]+", file.stem.lower()) if word in PARTS}
-        if file.suffix.lower() in ENDINGS and not file.name.startswith("."):
-            files.setdefault(parts.pop() if len(parts) == 1 else None, []).append(file)
-    others = [file.name for file in files.pop(None, [])]
-    if others and not files:
-        raise ValueError(f"none of these files has the name of a part, such as train.csv: {others}")
-    if others:
-        tqdm.write(f"note: these files are not used: {', '.join(others)}")
+        part = PARTS.get(file.stem.lower())
+        if part and file.suffix.lower() in ENDINGS:
+            if part in files:
+                raise ValueError(f"{files[part].name} and {file.name} are the same part. Keep one")
+            files[part] = file
     folders = {file.parent.name for file in folder.glob("*/*") if file.suffix.lower() in ENDINGS}
     if not files and len(folders - PARTS.keys()) > 1:
         raise ValueError(f"it holds several data sets. Add one of these folders: {sorted(folders)}")
     return files
-
-
-def read_part(files):
-    """The rows of one file, or of train-00000-of-00002.parquet and all others of this part."""
-    counts = {int((re.search(r"-of-(\d+)$", file.stem) or (0, 1))[1]) for file in files}
-    if counts != {len(files)}:
-        raise ValueError("a part is one file, or all files such as train-00000-of-00002.parquet, "
-                         f"and not {[file.name for file in files]}")
-    return list(itertools.chain.from_iterable(map(read_rows, files)))
 
 
 def read_rows(path):

@@ -53,11 +53,9 @@ class Run:
         self.optimizer = optimizer
         self.user_state = {} if user_state is None else user_state
         self.settings = fingerprint(cfg, questions)
-        self.rows = []
-        self.results = []  # of the last row's evaluation: a dict for each question
+        self.rows = state["rows"] if state else []
+        self.results = state["results"] if state else []  # of the evaluation of the last row
         if state:
-            self.rows = state["rows"]
-            self.results = state["results"]
             model.load_state_dict(state.pop("model"))
             optimizer.load_state_dict(state.pop("optimizer"))
             self.user_state.clear()
@@ -76,8 +74,8 @@ class Run:
         """Write the model, and say what the run has changed."""
         if self.folder:
             steps = [row["step"] for row in self.rows if "eval_reward" in row]
-            files = [self.folder / f"eval_{step}.jsonl" for step in (*steps[:1], *steps[1:][-1:])]
-            if len(files) == 2 and files[0].exists():
+            files = [self.folder / f"eval_{step}.jsonl" for step in (*steps[:1], *steps[-1:])]
+            if len(steps) > 1 and files[0].exists():
                 before, after = (map(json.loads, file.open(encoding="utf-8")) for file in files)
                 show(f"eval_reward (greedy, held-out questions), steps {steps[0]} and {steps[-1]}: "
                      f"{outcome(before, after)}. The responses are in {files[1]}")

@@ -59,6 +59,7 @@ FOLDERS = {
     "hidden files": {"train.jsonl": TRAIN, "test.jsonl": TEST, "._train.jsonl": b"\0\5"},
     "the name of the data": {"sums_train.jsonl": TRAIN, "sums-test.jsonl": TEST},
     "val": {"train.jsonl": TRAIN, "val.jsonl": TEST},
+    "the old name of a part": {"Training.JSONL": TRAIN, "valid.jsonl": TEST},
     "shards": {
         "train-00000-of-00002.parquet": parquet(ROWS[:6]),
         "train-00001-of-00002.parquet": parquet(ROWS[6:12]),
@@ -70,8 +71,7 @@ FOLDERS = {
 REFUSED = {
     "several data sets": (
         {"main/train.jsonl": TRAIN, "socratic/train.jsonl": TRAIN}, r"Add one of .*main.*socratic"),
-    "a missing shard": ({"train-00000-of-00002.parquet": parquet(ROWS)}, "all files such as"),
-    "no part": ({"sums.jsonl": TRAIN}, r"name of a part.*sums\.jsonl"),
+    "two files of one part": ({"dev.jsonl": TRAIN, "val.csv": TRAIN}, r"dev\.jsonl and val\.csv"),
     "a pointer": ({"train.parquet": LFS_POINTER}, r"train\.parquet.*git lfs pull"),
     "a damaged file": ({"train.parquet": "no"}, r"train\.parquet"),
     "a test row without an answer": (
