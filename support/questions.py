@@ -52,8 +52,10 @@ def load_questions(cfg, reward=None):
     if len(unseen) < len(held_out):
         tqdm.write(f"note: {len(held_out) - len(unseen)} held-out questions are left out, because "
                    "they are training questions, too")
-    describe(unseen[:cfg.eval_size])
-    return questions, unseen[:cfg.eval_size]
+    held_out = unseen[:cfg.eval_size]
+    if held_out:
+        describe(held_out)
+    return questions, held_out
 
 
 def describe(held_out):
@@ -64,7 +66,7 @@ def describe(held_out):
     for answer, count in answers.most_common(1):
         if 2 * count > n > 1:
             text += f". {answer!r:.60} is the answer to {count / n:.0%} of them"
-    if 0 < n < 12:  # a file of 60 rows has 12
+    if n < 12:  # a file of 60 rows has 12
         low, high = wilson(n / 2, n)
         text += (". So few show little: if half of the responses are correct, the 95% interval is "
                  f"{low:.0%} to {high:.0%}. Use a file of at least 60 rows, better of 500")
