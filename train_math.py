@@ -353,17 +353,17 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
             if step > 0:
                 picked = list(itertools.islice(stream, cfg.prompts_per_step))
                 row = train_step(model, tokenizer, optimizer, picked, step, cfg, parts)
-            row |= notes([*run.rows, row])
             is_last = step == cfg.max_steps
             if held_out and (is_last or step % (cfg.eval_steps or cfg.save_steps) == 0):
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
             results = row.pop("eval_results", [])
+            row |= notes([*run.rows, row], results)
             is_asked_to_end = on_step and str(on_step(row)) == "True"  # it may be numpy's
             ends = is_last or is_asked_to_end or (stop and stop.is_set())
             run.add(row, results, is_saved=ends or step % cfg.save_steps == 0)
             if ends:
                 break
-        run.save_model()
+        run.finish()
     return run.rows
 
 

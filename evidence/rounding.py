@@ -274,7 +274,7 @@ def main():
     log = args.output_dir / "rounding.jsonl"
     make_writable(log)
     cfg = train_math.Settings(device="cpu", minibatches=4, group_size=GROUP,
-                              micro_batch_tokens=4096, instruction=INSTRUCTION,
+                              micro_batch_tokens=4096, instruction=INSTRUCTION, eval_size=0,
                               dataset=str(args.gsm8k / "train.jsonl"))
     questions = train_math.load_questions(cfg)[0][:PROMPTS]
     model, tokenizer = train_math.load(args.model, cfg.device)

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from dataclasses import field, fields, replace
+from pathlib import Path
 
 import torch
 from transformers import HfArgumentParser
@@ -54,20 +55,22 @@ def replace_parts(parts, replaced):
 
 def parse(settings, argv=None):
     """The command line, or argv, as an object of this dataclass. A wrong flag ends the program."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = HfArgumentParser(settings, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     with exits_with("settings"):
+        if argv is None and "ipykernel" in sys.modules:  # sys.argv belongs to the notebook
+            raise ValueError("in a notebook, pass a list of flags: main(['--max_steps', '100'])")
+        argv = sys.argv[1:] if argv is None else argv
         cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
         if unknown:
             flags = [f"--{setting.name}" for setting in fields(settings)]
             nearest = difflib.get_close_matches(unknown[0], flags, 1) or ["--help"]
             raise ValueError(f"there is no flag {unknown[0]}; see {nearest[0]}")
     if not torch.cuda.is_available() and not any(word.startswith("--device") for word in argv):
-        found = "no CUDA GPU was found"
         if shutil.which("nvidia-smi"):
-            found = "this PyTorch cannot use your NVIDIA GPU (see README.md)"
-        note(f"{found}. On a CPU, a step takes many minutes with the default model and settings; "
-             "`python -m lesson.tiny` is made for a CPU")
+            note("this PyTorch cannot use your NVIDIA GPU (see README.md)")
+        if cfg.model == settings.model:
+            note("on a CPU, a step takes many minutes with the default model and settings; "
+                 "`python -m lesson.tiny` is made for a CPU")
     return cfg
 
 
@@ -82,7 +85,9 @@ def exits_with(what, errors=Exception, hint=""):
             hint += ". Use a lower --micro_batch_tokens or --rollout_rows"
         if isinstance(error, OSError) and "couldn't" in str(error).lower():
             hint += ". Without a network, use --model FOLDER and --dataset FILE"
-        sys.exit(f"train_math.py: {what}: {reason!r:.400}{hint}")
+        text = " ".join(str(reason).split())
+        text = text if " " in text else repr(reason)  # a sentence, or else the kind of the error
+        sys.exit(f"{Path(sys.argv[0]).name or 'train_math.py'}: {what}: {text:.400}{hint}")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """What train_math.py logs: the metrics of a step and of an evaluation, and notes for the user."""
 import itertools
+from collections import Counter
+from statistics import fmean, pstdev
 
 import torch
 
@@ -82,6 +84,10 @@ def evaluation_metrics(rollout, scores, own_metrics, group_size):
             row[f"eval_{name}_interval"] = wilson(sum(values), len(values))
         for result, value in zip(results, values):
             result[name] = value
+    golds = Counter(str(result["gold"]) for result in results if result["gold"] is not None)
+    for _, count in golds.most_common(1):
+        if 1 < count > len(results) / 10:  # there are few different answers
+            row["eval_best_constant"] = count / len(results)  # accuracy of always the same answer
     return row | {"eval_results": results}
 
 
@@ -93,10 +99,32 @@ def wilson(successes, n):
     return (centre - half) / (n + z2), (centre + half) / (n + z2)
 
 
-def notes(rows):
-    """{"notes": [...]} if the last row shows something that the user should know, else {}."""
+def outcome(before, after):
+    """What a run has changed, in words. before, after: the results of two evaluations."""
+    pairs = list(zip(before, after))  # with another --eval_size, one has more questions
+    if any(x["question"] != y["question"] for x, y in pairs):
+        return "they have other questions and cannot be compared"
+    first, last = ([result["reward"] for result in results] for results in zip(*pairs))
+    differences = [y - x for x, y in zip(first, last)]
+    mean = fmean(differences)
+    half = 1.96 * pstdev(differences) / len(pairs) ** 0.5  # paired, normal approximation
+    verdict = f"excludes 0: it has {'risen' if mean > 0 else 'fallen'}"
+    if abs(mean) <= half:
+        verdict = "includes 0, so no change is shown"
+    return (f"{fmean(first):.3g} before and {fmean(last):.3g} after, a difference of {mean:+.3g}, "
+            f"whose paired 95% CI {mean - half:+.3g} to {mean + half:+.3g} {verdict}")
+
+
+def notes(rows, results):
+    """{"notes": [...]} if the last row, or the results of its evaluation, show something that the
+    user should know, else {}."""
     row = rows[-1]
     found = []
+    texts = Counter(result["response"].strip(" \n.").casefold() for result in results)
+    for text, count in texts.most_common(1):
+        if count > 0.9 * len(results) and len(results) > 1:
+            found.append(f"{count / len(results):.0%} of the responses in this evaluation are the "
+                         f"same: {text!r:.100}")
     if row.get("log_ratio_first_max"):
         found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
                      "two forward passes round differently")
@@ -104,7 +132,7 @@ def notes(rows):
         found.append("sampler_gap is above 0.1, which rounding does not explain. Does the sampler "
                      "use other weights or another temperature, or did a tool write some tokens "
                      "(is_sampled)?")
-    if row["step"] == 3 and all(row["equal_reward_groups"] == 1 for row in rows[1:]):
+    if row["step"] >= 3 and all(row["equal_reward_groups"] == 1 for row in rows[-3:]):
         found.append("no gradient in three steps, because the rewards within each group are equal "
                      f"(mean {row['reward']:.3g}; {row['cut']:.0%} of the responses are cut). Try "
                      "easier or harder questions, a larger --max_completion_length or --group_size")

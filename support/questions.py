@@ -4,13 +4,14 @@ import io
 import itertools
 import json
 import random
-import re
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet
 from datasets import load_dataset, load_from_disk
 from tqdm.auto import tqdm
 
+from support.metrics import wilson
 from support.rewards import correctness_reward, gold_answer
 
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
@@ -24,9 +25,9 @@ PARTS = {"train": "train", "training": "train", "test": "test", "validation": "v
 def load_questions(cfg, reward=None):
     """(questions to train on, held-out questions), as lists of dicts.
 
-    The test split is held out. If there is none, the validation split is held out, or else the last
-    questions of the training part. ValueError: there is no training part, or a row has no question,
-    or no answer that the default reward can use (with another reward, answers may be anything)."""
+    The test split is held out. If there is none, the validation split is held out, or else a random
+    sample of the training part, which is the same for each --seed. ValueError: there is no training
+    part, or a row has no question, or no answer that the default reward can use."""
     splits = load_splits(cfg.dataset)
     is_graded = reward not in (None, correctness_reward)
     if not splits.get("train"):
@@ -38,9 +39,10 @@ def load_questions(cfg, reward=None):
     check_rows(questions, "train", is_graded)
     check_rows(held_out or [], name, is_graded)
     if held_out is None:
-        n = len(questions) - min(cfg.eval_size, len(questions) // 5)
-        held_out = questions[n:]
-        questions = questions[:n]
+        n = min(cfg.eval_size, len(questions) // 5)
+        order = random.Random(0).sample(range(len(questions)), len(questions))
+        held_out = [questions[i] for i in sorted(order[:n])]
+        questions = [questions[i] for i in sorted(order[n:])]
     elif not held_out:
         tqdm.write(f"note: the {name} part has no rows, so nothing is evaluated")
     if splits:
@@ -50,7 +52,25 @@ def load_questions(cfg, reward=None):
     if len(unseen) < len(held_out):
         tqdm.write(f"note: {len(held_out) - len(unseen)} held-out questions are left out, because "
                    "they are training questions, too")
-    return questions, unseen[:cfg.eval_size]
+    held_out = unseen[:cfg.eval_size]
+    if held_out:
+        describe(held_out)
+    return questions, held_out
+
+
+def describe(held_out):
+    """A note: how many held-out questions there are, and whether they can show little."""
+    n = len(held_out)
+    text = f"note: {n} questions are held out"
+    answers = Counter(str(row["answer"]) for row in held_out if "answer" in row)
+    for answer, count in answers.most_common(1):
+        if 2 * count > n > 1:
+            text += f". {answer!r:.60} is the answer to {count / n:.0%} of them"
+    if n < 12:  # a file of 60 rows has 12
+        low, high = wilson(n / 2, n)
+        text += (". So few show little: if half of the responses are correct, the 95% interval is "
+                 f"{low:.0%} to {high:.0%}. Use a file of at least 60 rows, better of 500")
+    tqdm.write(text)
 
 
 def check_rows(rows, part, is_graded):
@@ -74,48 +94,38 @@ def check_columns(rows, part="train"):
 
 
 def load_splits(dataset):
-    """{"train": rows, "test": rows, ...} of a file, of a folder of files, or from the hub."""
+    """{"train": rows, "test": rows, ...} of a file, of a folder of files, or from the hub.
+
+    The package datasets reads folders that it has written, copies from the hub, and shards. Files
+    with the name of a part, such as train.csv, are read here, with messages that name the row."""
     path = Path(dataset)
     if dataset and path.is_file():
         return {"train": read_rows(path)}
-    if (path / "state.json").exists() and dataset:  # save_to_disk has written this folder
-        return {"train": list(load_from_disk(dataset))}
-    if (path / "dataset_dict.json").exists() and dataset:
-        splits = load_from_disk(dataset)
-    else:
-        if dataset and path.is_dir() and (files := part_files(path)):
-            return {name: read_part(shards) for name, shards in files.items()}
-        if path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
-            raise ValueError("there is no such file")
-        splits = load_dataset(dataset, "main" if dataset == "openai/gsm8k" else None)
+    if dataset and path.is_dir():
+        if files := part_files(path):
+            return {part: read_rows(file) for part, file in files.items()}
+        if (path / "state.json").exists():
+            return {"train": list(load_from_disk(dataset))}
+    elif path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
+        raise ValueError("there is no such file")
+    load = load_from_disk if (path / "dataset_dict.json").exists() else load_dataset
+    splits = load(dataset, "main") if dataset == "openai/gsm8k" else load(dataset)
     return {name: list(rows) for name, rows in splits.items()}
 
 
 def part_files(folder):
-    """{"train": [file, ...], ...}: the data files of this folder, by the words in their names."""
+    """{"train": file, ...}: the files of this folder whose names are those of a part."""
     files = {}
     for file in sorted(folder.iterdir()):
-        parts = {PARTS[word] for word in re.split("[^a-z]+", file.stem.lower()) if word in PARTS}
-        if file.suffix.lower() in ENDINGS and not file.name.startswith("."):
-            files.setdefault(parts.pop() if len(parts) == 1 else None, []).append(file)
-    others = [file.name for file in files.pop(None, [])]
-    if others and not files:
-        raise ValueError(f"none of these files has the name of a part, such as train.csv: {others}")
-    if others:
-        tqdm.write(f"note: these files are not used: {', '.join(others)}")
+        part = PARTS.get(file.stem.lower())
+        if part and file.suffix.lower() in ENDINGS:
+            if part in files:
+                raise ValueError(f"{files[part].name} and {file.name} are the same part. Keep one")
+            files[part] = file
     folders = {file.parent.name for file in folder.glob("*/*") if file.suffix.lower() in ENDINGS}
     if not files and len(folders - PARTS.keys()) > 1:
         raise ValueError(f"it holds several data sets. Add one of these folders: {sorted(folders)}")
     return files
-
-
-def read_part(files):
-    """The rows of one file, or of train-00000-of-00002.parquet and all others of this part."""
-    counts = {int((re.search(r"-of-(\d+)$", file.stem) or (0, 1))[1]) for file in files}
-    if counts != {len(files)}:
-        raise ValueError("a part is one file, or all files such as train-00000-of-00002.parquet, "
-                         f"and not {[file.name for file in files]}")
-    return list(itertools.chain.from_iterable(map(read_rows, files)))
 
 
 def read_rows(path):

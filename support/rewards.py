@@ -8,9 +8,9 @@ import torch
 
 TAKEN = {  # the other names in the rows of a log, in evaluations after "eval_"
     "step", "settings", "notes", "reward", "reward_interval", "last_number", "last_number_interval",
-    "questions", "results", "response_length", "cut", "equal_reward_groups", "entropy",
-    "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_mean",
-    "log_ratio_std", "seconds", "seconds_rollout"}
+    "questions", "results", "best_constant", "response_length", "cut", "equal_reward_groups",
+    "entropy", "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max",
+    "log_ratio_mean", "log_ratio_std", "seconds", "seconds_rollout"}
 
 # An answer is what matches PLACE. Everything that this grammar does not name makes it no answer.
 THOUGHT = r"(?i:(?:\w+:)?(?:think(?:ing)?|thought|reasoning)[>\]])"
@@ -24,7 +24,7 @@ FONT = (r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|normal)?|[mhf]box|boxed|emph|under
 LATEX = {  # a pattern: what it means
     r"\\(?:text|mathrm)\s*\{[\s~]*[mglLsh]\}": " cm",  # in \text, m is a unit and no variable
     r"\^\s*\{?\s*(?:\\circ|°)\s*\}?|\\(?:text)?degree(?![A-Za-z])": "°",
-    r"(?<=[A-Za-z]{2})\}?\^\{?[23]\}?": "²",
+    r"(?<=[A-Za-z]{2})\}?\^\{?[23]\}?": "²",  # or ³, which is read in the same way
     r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))": ",",
     rf"{FONT}|\\[,;:! ()[\]]|[{{}}~]": " ",
     r"(?<![\w*])[*_]++([^\s*_][^*_]*+)[*_]++(?!\w)": r" \1 ",  # **18** eggs
@@ -34,10 +34,9 @@ NUMBER = r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})++|[0-9]++)(?P<decimals>\.[0-9]
 # numbers, fractions, multipliers, operators, products such as xyz, and months.
 SHORT = ("km/h|m/s|cm|mm|km|ft|in|yd|mi|kg|mg|lb|oz|ml|cl|dl|hr|ms|kw|mb|gb|tb|sq|qt|pt|ha|m[²³]|"
          r"is|of|so|at|it|he|by|as|on|we|my|be|do|an|up|no|us|[元円个個人]|[ai](?=\s[a-z]{2})")
-BARRED = (r"or|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|once|twice|"
-          r"(?:thir|four|for|fif|six|seven|eigh|nine|twen)t(?:een|y)|hal(?:f|ves)|quarters?|thirds?|"
-          r"(?:four|fif|six|seven|eigh|nin|ten|twelf|hundred|thousand|million)ths?|hundreds?|"
-          r"thousands?|[a-z]*ill(?:ion|iard|ón|ione)(?:s|en|es)?|dozens?|lakhs?|crores?|grand|score|"
+BARRED = (r"or|zero|once|twice|hal(?:f|ves)|quarters?|thirds?|dozens?|lakhs?|crores?|grand|score|"
+          r"(?:one|two|three|four|fif|five|six|seven|eight?|nine?|ten|eleven|twel(?:ve|f)|hundred|"
+          r"thousand|(?:thir|for|twen)(?=t[ey])|[a-z]*ill(?:ion|iard|ón|ione))(?:teen|t?y|th)?(?:e?[sn])*|"
           r"myriad|mil|mille|tausend|hundert|mio|mrd|tsd|plus|minus|squared|cubed|modulo|mod|factorial|"
           r"base|binary|hexadecimal|octal|log|exp|sin|cos|tan|sqrt|infinity|[abcxyz]+|"
           r"january|february|march|april|may|june|july|august|september|october|november|december")
@@ -77,7 +76,7 @@ def score(reward, questions, texts, **more):
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)[1:2]  # where in the reward function
         place = "".join(f" in {line.filename}, line {line.lineno}" for line in lines)
-        raise RewardError(f"the reward {name} raised {error!r}{place}") from error
+        raise RewardError(f"the reward function {name} raised {error!r}{place}") from error
     rewards = []
     if not isinstance(returned, (str, dict, set)):  # these have no numbers, or no order
         try:
@@ -85,7 +84,7 @@ def score(reward, questions, texts, **more):
         except (TypeError, ValueError):
             pass
     if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
-        raise RewardError(f"the reward {name} returned {returned!r:.200}, but a list of "
+        raise RewardError(f"the reward function {name} returned {returned!r:.200}, but a list of "
                           f"{len(texts)} finite numbers is needed, one for each completion")
     return torch.tensor(rewards, dtype=torch.float32)
 

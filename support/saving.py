@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from support.models import check_trainable, show
+from support.metrics import outcome
+from support.models import check_trainable, note, show
 from support.questions import check_columns
 
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
               "rollout_rows", "save_steps", "eval_steps", "eval_size"}
-SHOWN = ("reward", "response_length", "cut", "clip_fraction", "log_ratio_std", "seconds",
-         "eval_reward", "eval_last_number")
+SHOWN = ("reward", "response_length", "cut", "equal_reward_groups", "clip_fraction",
+         "log_ratio_std", "seconds", "eval_reward", "eval_last_number", "eval_best_constant")
 
 
 def locked(folder):
@@ -52,11 +53,9 @@ class Run:
         self.optimizer = optimizer
         self.user_state = {} if user_state is None else user_state
         self.settings = fingerprint(cfg, questions)
-        self.rows = []
-        self.results = []  # of the last row's evaluation: a dict for each question
+        self.rows = state["rows"] if state else []
+        self.results = state["results"] if state else []  # of the evaluation of the last row
         if state:
-            self.rows = state["rows"]
-            self.results = state["results"]
             model.load_state_dict(state.pop("model"))
             optimizer.load_state_dict(state.pop("optimizer"))
             self.user_state.clear()
@@ -71,8 +70,15 @@ class Run:
             self.save()
         self.report()
 
-    def save_model(self):
+    def finish(self):
+        """Write the model, and say what the run has changed."""
         if self.folder:
+            steps = [row["step"] for row in self.rows if "eval_reward" in row]
+            files = [self.folder / f"eval_{step}.jsonl" for step in (*steps[:1], *steps[-1:])]
+            if len(steps) > 1 and files[0].exists():
+                before, after = (map(json.loads, file.open(encoding="utf-8")) for file in files)
+                show(f"eval_reward (greedy, held-out questions), steps {steps[0]} and {steps[-1]}: "
+                     f"{outcome(before, after)}. The responses are in {files[1]}")
             self.model.save_pretrained(self.folder / "model")
             self.tokenizer.save_pretrained(self.folder / "model")
             show(f"{self.folder}/model is the model after step {self.rows[-1]['step']}")
@@ -104,6 +110,8 @@ class Run:
         write_lines(self.rows, self.folder / "metrics.jsonl")
         if self.results:
             write_lines(self.results, self.folder / f"eval_{row['step']}.jsonl")
+        note("reward is that of the responses sampled in a step, before its updates; eval_reward "
+             "is that of greedy ones to held-out questions, after them")
         shown = [f"step {row['step']}/{self.max_steps}"]
         for name in SHOWN:
             value = row.get(name)
@@ -115,8 +123,8 @@ class Run:
         show("  ".join(shown))
         for result in self.results[:2]:
             show(f"  {result['question']} -> {result['response']!r}: reward {result['reward']:g}")
-        for note in row.get("notes", ()):
-            show(f"note: {note}")
+        for text in row.get("notes", ()):
+            show(f"note: {text}")
 
 
 def fingerprint(cfg, questions):

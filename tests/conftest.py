@@ -220,8 +220,9 @@ def assert_same(whole, folder):
 
 
 @pytest.fixture(autouse=True)
-def forget_notes():
-    """What is printed once in a process is printed once in each test."""
+def as_a_program(monkeypatch):
+    """A test is like a program that has just been started: each note is still to be printed."""
+    monkeypatch.setattr(sys, "argv", ["train_math.py"])
     note.cache_clear()
 
 

@@ -16,6 +16,8 @@ from tests.conftest import parity_reward, settings, sums
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 ROWS = sums(15)
+HELD_OUT = (6, 12, 13)  # of 15 rows in one file
+SPLIT = [row for i, row in enumerate(ROWS) if i not in HELD_OUT], [ROWS[i] for i in HELD_OUT]
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 
 
@@ -57,6 +59,7 @@ FOLDERS = {
     "hidden files": {"train.jsonl": TRAIN, "test.jsonl": TEST, "._train.jsonl": b"\0\5"},
     "the name of the data": {"sums_train.jsonl": TRAIN, "sums-test.jsonl": TEST},
     "val": {"train.jsonl": TRAIN, "val.jsonl": TEST},
+    "the old name of a part": {"Training.JSONL": TRAIN, "valid.jsonl": TEST},
     "shards": {
         "train-00000-of-00002.parquet": parquet(ROWS[:6]),
         "train-00001-of-00002.parquet": parquet(ROWS[6:12]),
@@ -68,8 +71,7 @@ FOLDERS = {
 REFUSED = {
     "several data sets": (
         {"main/train.jsonl": TRAIN, "socratic/train.jsonl": TRAIN}, r"Add one of .*main.*socratic"),
-    "a missing shard": ({"train-00000-of-00002.parquet": parquet(ROWS)}, "all files such as"),
-    "no part": ({"sums.jsonl": TRAIN}, r"name of a part.*sums\.jsonl"),
+    "two files of one part": ({"dev.jsonl": TRAIN, "val.csv": TRAIN}, r"dev\.jsonl and val\.csv"),
     "a pointer": ({"train.parquet": LFS_POINTER}, r"train\.parquet.*git lfs pull"),
     "a damaged file": ({"train.parquet": "no"}, r"train\.parquet"),
     "a test row without an answer": (
@@ -96,8 +98,8 @@ class TestFolders:
                  "validation": datasets.Dataset.from_list(ROWS[12:])}
         datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
         datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-        for name in "both", "one":
-            assert load(tmp_path / name) == (ROWS[:12], ROWS[12:])
+        assert load(tmp_path / "both") == (ROWS[:12], ROWS[12:])
+        assert load(tmp_path / "one") == SPLIT
 
     @pytest.mark.parametrize("name", REFUSED)
     def test_are_refused_with_the_place_and_the_remedy(self, tmp_path, name):
@@ -116,7 +118,7 @@ class TestFiles:
     @pytest.mark.parametrize("indent", [None, 2])
     def test_with_a_json_list_may_begin_with_white_space(self, tmp_path, start, indent):
         write(tmp_path, {"q.json": start + json.dumps(ROWS, indent=indent)})
-        assert load(tmp_path / "q.json") == (ROWS[:12], ROWS[12:])
+        assert load(tmp_path / "q.json") == SPLIT
 
     @pytest.mark.parametrize("name", TWICE)
     def test_with_two_columns_of_one_name_are_refused(self, tmp_path, name):
@@ -235,3 +237,49 @@ class TestModels:
         with torch.no_grad():
             again = train_math.load(str(tmp_path / "two"), "cpu")[0](ids).logits
             assert torch.equal(model(ids).logits, again)
+
+
+def tickets(*counts):
+    """Tickets that are sorted by their answer, with so many of each."""
+    labels = "billing", "login", "delivery", "refund"
+    answers = [label for label, count in zip(labels, counts) for _ in range(count)]
+    return [{"question": f"Ticket {i}?", "answer": answer} for i, answer in enumerate(answers)]
+
+
+def split_of(folder, rows, name="q.csv", **changes):
+    write(folder, {name: lines(rows)} if name.endswith("l") else {
+        name: "question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows)})
+    cfg = settings(**{"dataset": str(folder / name), "eval_size": 512} | changes)
+    return train_math.load_questions(cfg, parity_reward)
+
+
+class TestHeldOut:
+    @pytest.mark.parametrize("counts", [(30, 30, 30), (40, 30, 20), (200, 100), (25, 25, 25, 25)])
+    def test_questions_of_a_sorted_file_have_all_answers(self, tmp_path, counts):
+        rows = tickets(*counts)
+        questions, held_out = split_of(tmp_path, rows)
+        assert len(held_out) == len(rows) // 5
+        assert sorted(questions + held_out, key=rows.index) == rows, "each row is used once"
+        assert {row["answer"] for row in held_out} == {row["answer"] for row in rows}
+
+    def test_questions_are_the_same_for_each_seed_and_a_smaller_sample_is_a_part(self, tmp_path):
+        rows = tickets(30, 30, 30)
+        split = split_of(tmp_path, rows)
+        assert split == split_of(tmp_path, rows, seed=7, name="q.jsonl")
+        few = split_of(tmp_path, rows, eval_size=5)[1]
+        assert len(few) == 5 and all(row in split[1] for row in few)
+
+    @pytest.mark.parametrize("counts, words", [
+        ((30, 30, 30), "note: 18 questions are held out\n"),
+        ((0, 0, 90), "'delivery' is the answer to 100% of them"),
+        ((80, 10), "'billing' is the answer to"),
+        ((15, 15, 15, 14), "11 questions are held out. So few show little: if half of the "
+                           "responses are correct, the 95% interval is 25% to 75%"),
+        ((4, 4), "1 questions are held out. So few"),
+    ])
+    def test_questions_are_counted_and_a_common_answer_or_a_small_number_is_noted(
+            self, tmp_path, capsys, counts, words):
+        split_of(tmp_path, tickets(*counts))
+        assert words in capsys.readouterr().out
+        split_of(tmp_path, tickets(*counts), eval_size=0)
+        assert "is the answer" not in (shown := capsys.readouterr().out) and "few" not in shown

@@ -82,7 +82,7 @@ class TestAFaultyReward:
 
     @pytest.mark.parametrize("reward, said", [
         (a_reward_that_raises, f"in {__file__}, line {RAISES.co_firstlineno + 1}"),
-        (a_reward_that_raises, "the reward a_reward_that_raises raised JSONDecodeError("),
+        (a_reward_that_raises, "the reward function a_reward_that_raises raised JSONDecodeError("),
         (lambda prompts, answers: [0.0], "unexpected keyword argument"),
     ])
     def test_that_raises_is_named_too(self, command, tmp_path, reward, said):
@@ -150,7 +150,7 @@ class TestAnAlgorithm:
             [sys.executable, "own.py", *command, *flags], cwd=tmp_path, capture_output=True,
             env=os.environ | {"PYTHONIOENCODING": "cp1252"})
         assert done.returncode == 0, done.stderr
-        assert b"8 questions and 2 held-out ones" in done.stdout and b"? 8? -> " in done.stdout
+        assert b"8 questions and 2 held-out ones" in done.stdout and b"? -> " in done.stdout
         assert b"model is the model after step 2" in done.stdout
         assert b"Traceback" not in done.stderr
         rows = read(tmp_path / "runs" / "own" / "metrics.jsonl")
@@ -159,7 +159,7 @@ class TestAnAlgorithm:
         assert "eval_reward_interval" in rows[2] and "eval_last_number" not in rows[2]
         assert rows[2]["log_ratio_std"] > 0
         evaluation = tmp_path / "runs" / "own" / "eval_0.jsonl"
-        assert "有 8?" in evaluation.read_text(encoding="utf-8"), "other alphabets stay readable"
+        assert "有 9?" in evaluation.read_text(encoding="utf-8"), "other alphabets stay readable"
 
     def test_with_a_wrong_clip_range_or_name_is_refused(self, monkeypatch):
         row = train_math.ALGORITHMS["gspo"]._replace(eps_low=1.5)
@@ -225,7 +225,7 @@ class TestTrain:
         assert [row.pop("added") for row in rows] == list(range(7))
         assert seen == rows and [row["step"] for row in rows] == list(range(7))
         assert all(row["mine"] == 8 for row in rows[1:])
-        assert [row["step"] for row in rows if "notes" in row] == [3]
+        assert [row["step"] for row in rows if "notes" in row] == [3, 4, 5, 6]
         assert all("eval_results" not in row for row in rows)
 
     @pytest.mark.parametrize("answer, steps", [

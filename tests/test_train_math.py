@@ -47,7 +47,7 @@ from tests.conftest import (
     write_jsonl,
 )
 from tests.test_rollout import model_of
-from tools.logs import read
+from tools.logs import paired, read
 
 
 def load_questions(path, reward=None, **changes):
@@ -61,12 +61,12 @@ def write_rows(path, rows):
 
 class TestDataset:
     @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "CSV"])
-    def test_that_is_a_file_holds_out_its_last_rows_and_at_most_a_fifth(self, tmp_path, ending):
+    def test_that_is_a_file_holds_out_at_most_a_fifth(self, tmp_path, ending):
         path = tmp_path / f"q.{ending}"
         write_rows(path, sums(14))
         for size, n in (0, 0), (1, 1), (2, 2), (99, 2):
             questions, held_out = load_questions(path, eval_size=size)
-            assert questions + held_out == sums(14)
+            assert sorted(questions + held_out, key=sums(14).index) == sums(14)
             assert len(held_out) == n
 
     @pytest.mark.parametrize("ending, parts", [
@@ -95,8 +95,9 @@ class TestDataset:
         monkeypatch.setattr(support.questions, "load_dataset", load_dataset)
         assert train_math.load_questions(settings(eval_size=2)) == (sums(6), sums(8)[6:])
         parts = {"train": sums(10)}
-        assert load_questions("some/maths") == (sums(10)[:8], sums(10)[8:])
-        assert asked == [("openai/gsm8k", "main"), ("some/maths", None)]
+        questions, held_out = load_questions("some/maths")
+        assert len(held_out) == 2 and all(row in sums(10) for row in questions + held_out)
+        assert asked == [("openai/gsm8k", "main"), ("some/maths",)]
 
 
 def brute_force_loss(algorithm, model, prompts, responses, advantages, old_log_probs, temperature):
@@ -243,7 +244,7 @@ class TestTraining:
         row = train_math.update_metrics(updates, [1.0], "sequence", (3e-4, 4e-4))
         assert row["log_ratio_mean"] == mean and row["log_ratio_std"] is None
 
-    def test_keeps_the_weights_if_all_rewards_are_equal_and_says_so_once(
+    def test_keeps_the_weights_if_all_rewards_are_equal_and_says_so(
             self, command, world, tmp_path, capsys):
         rows = run(command, tmp_path / "a", reward=constant_reward)
         for row in rows[1:]:
@@ -251,16 +252,19 @@ class TestTraining:
             assert row["log_ratio_first_max"] is row["sampler_gap"] is None
         weights = [folder / "model" / "model.safetensors" for folder in (world, tmp_path / "a")]
         assert weights[0].read_bytes() == weights[1].read_bytes()
-        assert capsys.readouterr().out.count("note: no gradient in three steps") == 1
+        shown = capsys.readouterr().out
+        assert shown.count("note: no gradient in three steps") == 4, "after steps 3 to 6"
+        assert shown.count("equal_reward_groups 1 ") == 6
 
     @pytest.mark.parametrize("equal, is_noted", [
-        ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False)])
-    def test_notes_that_the_first_three_steps_have_no_gradient(self, equal, is_noted):
+        ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False),
+        ([0.5, 0, 1, 1, 1], True), ([1, 1, 1, 0.9], False), ([0.9, 1, 1, 1, 1], True)])
+    def test_notes_that_three_steps_in_a_row_have_no_gradient(self, equal, is_noted):
         rows = [{"step": 0}]
         for step, fraction in enumerate(equal, 1):
             row = {"step": step, "equal_reward_groups": fraction, "reward": 0.5, "cut": 0.0}
             rows.append(row)
-        assert ("notes" in support.metrics.notes(rows)) == is_noted
+        assert ("notes" in support.metrics.notes(rows, [])) == is_noted
 
     def test_uses_all_questions_before_it_uses_any_twice(self, fresh):
         def picked(seed):
@@ -341,7 +345,7 @@ class TestTraining:
         assert metrics | evaluated | {"settings", "notes"} <= TAKEN, "a reward cannot log these"
         assert set(rows[0]) == {"step", "settings"} | evaluation
         for row in rows[1:]:
-            assert set(row) - evaluation == metrics, "no texts, for example"
+            assert set(row) - evaluation - {"notes"} == metrics, "no texts, for example"
             assert evaluation & set(row) == (evaluation if row["step"] % 2 == 0 else set())
             assert row["log_ratio_first_max"] == 0, "the first minibatch is on-policy"
             assert row["log_ratio_std"] > 0 and row["grad_norm"] > 0 and row["sampler_gap"] < 1e-5
@@ -378,7 +382,8 @@ class TestEvaluation:
         assert row.pop("eval_reward_interval") == pytest.approx((0.3127, 0.8318), abs=1e-4)
         assert row.pop("eval_last_number_interval") == pytest.approx((0.4902, 0.9433), abs=1e-4)
         results = row.pop("eval_results")
-        assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8}
+        assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8,
+                       "eval_best_constant": 1.0}
         for i, result in enumerate(results):
             assert result == {
                 "question": f"{i}?", "gold": "7", "response": texts[i],
@@ -462,6 +467,61 @@ class TestEvaluation:
         assert ("eval_reward_interval" in row) is interval and "eval_last_number" not in row
         assert [result["reward"] for result in row["eval_results"]] == values
         assert all(result["gold"] is None for result in row["eval_results"])
+
+    @pytest.mark.parametrize("texts, words", [
+        (["Delivery."] * 18, "100% of the responses in this evaluation are the same: 'delivery'"),
+        (["a"] + ["Delivery.", "delivery\n", " DELIVERY"] * 6, "95% of the responses"),
+        ([""] * 4, "100% of the responses in this evaluation are the same: ''"),
+        (["a", "b"] + ["Delivery."] * 8, ""),
+        (["a", "b"], ""), (["a"], ""), ([], ""),
+    ])
+    def test_notes_that_nearly_all_responses_are_one_text(self, texts, words):
+        results = [{"response": text} for text in texts]
+        found = support.metrics.notes([{"step": 0}], results).get("notes", [])
+        assert len(found) == bool(words) and words in "".join(found)
+
+    @pytest.mark.parametrize("answers, best", [
+        (["login"] * 8 + ["billing"] * 6 + ["delivery"] * 4, 8 / 18), ([7, "7", 8], 2 / 3),
+        (["#### 7", "3 + 4 = 7\n#### 7", "#### 8"], 2 / 3), ([None] * 9, None), (range(9), None),
+        ([*range(30), 1, 1], None),
+    ])
+    def test_has_the_accuracy_of_the_best_constant_answer(self, fresh, answers, best):
+        questions = [{"question": "?", "answer": answer} for answer in answers]
+        row = train_math.evaluate(*fresh, questions, settings(), reward=parity_reward)
+        assert row.get("eval_best_constant") == best
+
+
+class TestOutcome:
+    @pytest.mark.parametrize("before, after, words", [
+        ([0, 0, 0, 1], [1, 1, 0, 1], "0.25 before and 0.75 after, a difference of +0.5, whose "
+                                     "paired 95% CI +0.01 to +0.99 excludes 0: it has risen"),
+        ([1, 1, 1, 1], [0, 0, 1, 0], "excludes 0: it has fallen"),
+        ([0, 1, 0, 1], [1, 0, 0, 1], "includes 0, so no change is shown"),
+        ([0.5, 0.5], [0.5, 0.5], "difference of +0, whose paired 95% CI +0 to +0 includes 0"),
+        ([0.2, 0.4, 0.3], [0.6, 0.9, 0.8, 1.0], "0.3 before and 0.767 after"),
+    ])
+    def test_says_in_words_whether_a_change_is_shown(self, before, after, words):
+        results = [[{"question": f"{i}?", "reward": value} for i, value in enumerate(values)]
+                   for values in (before, after)]
+        assert words in support.metrics.outcome(*results)
+        results[0][0]["question"] = "another?"
+        assert "cannot be compared" in support.metrics.outcome(*results)
+
+    def test_has_the_interval_that_the_tools_compute(self):
+        before, after = [0, 1, 0.5, 0, 1], [1, 1, 0.25, 1, 0]
+        _, (low, high), _ = paired(before, after)
+        results = [[{"question": "?", "reward": value} for value in values]
+                   for values in (before, after)]
+        assert f"{low:+.3g} to {high:+.3g} includes 0" in support.metrics.outcome(*results)
+
+    def test_is_the_last_sentence_of_a_run(self, command, tmp_path, capsys):
+        run(command, tmp_path)
+        shown = capsys.readouterr().out
+        assert "steps 0 and 6: " in shown and "whose paired 95% CI" in shown
+        assert "The responses are in " in shown and "eval_6.jsonl" in shown
+        assert shown.count("eval_reward is that of greedy ones to held-out questions, after") == 1
+        run(command, tmp_path / "none", "--eval_size", "0")
+        assert "whose paired" not in capsys.readouterr().out
 
 
 class Killed(BaseException):
@@ -681,8 +741,10 @@ class TestCommandLine:
         }
 
     @pytest.mark.parametrize("flags, has_gpu, said", [
-        ("", False, "no CUDA GPU was found. On a CPU, a step takes many minutes"),
+        ("", False, "note: on a CPU, a step takes many minutes"),
         ("", True, "this PyTorch cannot use your NVIDIA GPU"),
+        ("--model small", True, "this PyTorch cannot use your NVIDIA GPU"),
+        ("--model small", False, ""),
         ("--device=cpu", True, ""),
     ])
     def test_says_once_what_it_means_to_have_no_gpu(
@@ -692,7 +754,31 @@ class TestCommandLine:
         for _ in range(2):
             train_math.parse_settings(flags.split())
         printed = capsys.readouterr().out
-        assert printed.count("note: ") == bool(said) and said in printed
+        assert printed.count("note: ") == bool(said) + (has_gpu and not flags) and said in printed
+        assert ("many minutes" in printed) == (not flags)
+
+    def test_in_a_notebook_asks_for_a_list(self, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["launcher.py", "-f", "kernel.json"])
+        monkeypatch.setitem(sys.modules, "ipykernel", None)
+        with pytest.raises(SystemExit, match="launcher.py: settings: in a notebook, pass a list"):
+            train_math.main()
+        assert train_math.parse_settings(["--seed", "3"]).seed == 3
+
+    @pytest.mark.parametrize("program, name", [
+        ("home/my_task.py", "my_task.py"), ("lesson/tiny.py", "tiny.py"), ("", "train_math.py")])
+    @pytest.mark.parametrize("error, said", [
+        (ValueError("the file is empty"), "the file is empty"),
+        (ValueError("two\n  lines"), "two lines"), (KeyError("name"), "KeyError('name')"),
+        (ConnectionError("Couldn't connect"), "Couldn't connect. Without a network"),
+        (RuntimeError(), "RuntimeError()"),
+    ])
+    def test_begins_a_message_with_the_program_and_shows_a_sentence_as_it_is(
+            self, monkeypatch, program, name, error, said):
+        monkeypatch.setattr(sys, "argv", [program])
+        with pytest.raises(SystemExit) as stop:
+            with train_math.exits_with("the data"):
+                raise error
+        assert stop.value.code.startswith(f"{name}: the data: {said}")
 
     def test_helps(self, capsys):
         with pytest.raises(SystemExit) as stop:
@@ -733,7 +819,7 @@ class TestCommandLine:
         assert len(lines) == 6, "two after each evaluation"
         for step in 0, 2, 3:
             rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
-            assert [row["gold"] for row in rows] == ["26", "27", "28", "29"]
+            assert [row["gold"] for row in rows] == ["12", "13", "24", "27"]
             for name in "reward", "last_number":
                 assert log[step][f"eval_{name}"] == sum(row[name] for row in rows) / 4
 
