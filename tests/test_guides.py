@@ -30,6 +30,7 @@ from tools.warm_up import given_rollout
 
 OWN_TASK = "guides/own_task.md"
 RECIPES = "guides/recipes.md"
+TRAINED = "guides/trained_model.md"
 PASTE = "guides/paste.md"
 
 
@@ -40,7 +41,7 @@ def names_of(page, containing, **names):
     return names
 
 
-# ---- own_task.md and recipes.md -----------------------------------------------------------------
+# ---- own_task.md, recipes.md and trained_model.md -----------------------------------------------
 
 
 def test_several_rewards_are_logged(fresh):
@@ -113,12 +114,12 @@ def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(
     folder = tmp_path / "runs" / "math"
     flags = ["--model", str(chat_model), "--system", "Be brief.", "--max_steps", "1"]
     rows = run(command, folder, *flags, reward=train_math.correctness_reward)
-    names = names_of(OWN_TASK, "train_math.evaluate(")
+    names = names_of(TRAINED, "train_math.evaluate(")
     row = names["row"]
     assert row["eval_reward"] == rows[-1]["eval_reward"] and row["eval_questions"] == 4
     assert row["eval_results"] == read(folder / "eval_1.jsonl")
     assert capsys.readouterr().out.splitlines()[-1] == str(row["eval_reward"])
-    page = (TOP / OWN_TASK).read_text(encoding="utf-8")
+    page = (TOP / TRAINED).read_text(encoding="utf-8")
     asked = json.loads(re.search(r"such as\s`(\[{.*?}\])`", page, re.DOTALL)[1])
     row = train_math.evaluate(names["model"], names["tokenizer"], asked, names["cfg"])
     assert row["eval_results"][0]["gold"] == "144" and row["eval_results"][0]["response"]
