@@ -292,7 +292,8 @@ def hand_out(folder, shuffle, seed=None):
     for path in folder, key:
         if path.exists():
             raise FileExistsError(f"{path} exists already, so nothing was written")
-    make_writable(key)
+    for path in folder, key:
+        make_writable(path)
     names = list(answers().values())
     if seed is None:
         logs = list(published().values())

@@ -428,8 +428,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
         "sums": (evidence_sums, ["--output_dir", str(blocked), "--device", "cpu"]),
     }
     module, flags = argv[command]
+    monkeypatch.chdir(tmp_path)
     if command == "bug_log":
-        monkeypatch.chdir(tmp_path)
         (tmp_path / "runs").write_text("a file is no folder")
     monkeypatch.setattr("sys.argv", ["program", *map(str, flags)])
     takes_argv = inspect.signature(module.main).parameters
