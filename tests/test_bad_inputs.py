@@ -304,7 +304,7 @@ def test_several_processes_are_refused_with_the_recipe(command, tmp_path, monkey
         train_math.main([*command, "--max_steps", "1", "--output_dir", folder])
     for number in "2", "16":
         monkeypatch.setenv("WORLD_SIZE", number)
-        assert "'Several processes' in guides/own_task.md" in refused(command, tmp_path / "run")
+        assert "'Several processes' in guides/recipes.md" in refused(command, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
