@@ -111,7 +111,7 @@ def guarded_run(cfg):
     with exits_with(f"--output_dir {cfg.output_dir}"):
         if os.environ.get("WORLD_SIZE", "") > "1":  # torchrun sets it
             raise ValueError("main() supports one process. For several, use the recipe 'Several "
-                             "processes' in guides/own_task.md")
+                             "processes' in guides/recipes.md")
         cfg.output_dir = os.path.abspath(cfg.output_dir)  # a reward may change the directory
         found = set(os.listdir(cfg.output_dir)) if os.path.exists(cfg.output_dir) else set()
         if "state.pt" not in found and found - {"lock", "partial"}:
