@@ -428,6 +428,7 @@ def flags(world):
             "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_a_run_has_all_answers_of_both_models(flags, tmp_path):
     sums.main([*flags, "--output_dir", str(tmp_path)])
     for when, temperatures in sums.TEMPERATURES.items():

@@ -61,6 +61,7 @@ class TestHandOut:
             assert ast.unparse(stub.args) == ast.unparse(GIVEN[name].args)
             assert ast.unparse(stub.body[1:]) == "raise NotImplementedError"
 
+    @pytest.mark.slow
     def test_has_a_sheet_whose_commands_run(self, handed_out):
         """Of a file without any answer, the first command fails, and the second prints 0%."""
         sheet = (handed_out / "README.md").read_text(encoding="utf-8")

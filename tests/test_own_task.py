@@ -132,6 +132,7 @@ train_math.main(reward=reward)
 
 
 class TestAnAlgorithm:
+    @pytest.mark.slow
     def test_in_a_script_from_outside_trains_with_its_own_clip_range(self, command, tmp_path):
         """The user's file runs as a script, with its own reward and algorithm, beside copies of
         train_math.py and what it needs, and on a console that cannot show every character. The
@@ -229,7 +230,9 @@ class TestTrain:
         assert all("eval_results" not in row for row in rows)
 
     @pytest.mark.parametrize("answer, steps", [
-        (True, 3), (torch.tensor(True).numpy()[()], 3), (None, 6), (1, 6), (1.0, 6), ("", 6)])
+        (True, 3), (None, 6),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            (torch.tensor(True).numpy()[()], 3), (1, 6), (1.0, 6), ("", 6)])])
     def test_ends_saves_and_can_be_resumed_if_on_step_returns_true(
             self, fresh, tmp_path, answer, steps):
         def on_step(row):

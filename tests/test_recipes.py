@@ -218,6 +218,7 @@ def test_the_curriculum_draws_by_the_pass_rates(recipe, tmp_path):
     assert torch.equal(state["user_state"]["pass_rates"], rates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_killed_run_continues(recipe, name, tmp_path):
     """It is killed after the updates of step 3, and was saved after step 2."""

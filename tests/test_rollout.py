@@ -94,7 +94,7 @@ def shapes(model, monkeypatch):
 
 
 class TestBothSamplers:
-    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_sample_from_the_distribution_of_the_model(self, model, prompts, sampler, temperature):
         """The first two tokens of 10,000 responses to each of two prompts of different lengths are

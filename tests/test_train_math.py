@@ -557,7 +557,9 @@ OTHER_SIGNALS = [name for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 class TestResuming:
-    @pytest.mark.parametrize("moment", KILLS)
+    @pytest.mark.parametrize("moment", [
+        name if name == "before a later save counts" else pytest.param(name, marks=pytest.mark.slow)
+        for name in KILLS])
     def test_after_a_kill_equals_a_run_never_killed(
             self, command, whole, tmp_path, monkeypatch, own_loss, moment):
         owner, name, call, instead = KILLS[moment]
@@ -576,11 +578,14 @@ class TestResuming:
     @pytest.mark.parametrize("signals", [
         [signal.SIGINT],
         [signal.SIGTERM],
-        [signal.SIGTERM, signal.SIGINT],
-        [signal.SIGTERM, signal.SIGTERM],
-        *([signal.Signals[name]] for name in OTHER_SIGNALS),
-        *([signal.Signals[name]] * 2 for name in OTHER_SIGNALS[:2]),
-        *([signal.Signals[name], signal.SIGTERM] for name in OTHER_SIGNALS[:2]),
+        *([signal.Signals[name]] for name in OTHER_SIGNALS[:2]),
+        *(pytest.param(several, marks=pytest.mark.slow) for several in [
+            [signal.SIGTERM, signal.SIGINT],
+            [signal.SIGTERM, signal.SIGTERM],
+            *([signal.Signals[name]] for name in OTHER_SIGNALS[2:]),
+            *([signal.Signals[name]] * 2 for name in OTHER_SIGNALS[:2]),
+            *([signal.Signals[name], signal.SIGTERM] for name in OTHER_SIGNALS[:2]),
+        ]),
     ])
     def test_after_a_signal_equals_a_run_never_stopped(
             self, command, whole, tmp_path, capsys, signals):
