@@ -59,6 +59,7 @@ def test_each_stage_is_a_small_change():
         assert 3 <= len(changed) <= 9
 
 
+@pytest.mark.slow
 def test_each_stage_repairs_what_it_says(monkeypatch, capsys):
     monkeypatch.setattr(grow, "BATCHES", 64_000)
     grow.main()
