@@ -130,7 +130,7 @@ def test_supervised_fine_tuning_trains_on_the_answers_only(
         chat_model, tmp_path, monkeypatch, learning_rate):
     """Its first losses are means over the tokens of the answers after the prompts of the script."""
     monkeypatch.chdir(TOP)
-    code = block(OWN_TASK, "-100").replace("lr=1e-5", f"lr={learning_rate}")
+    code = block(RECIPES, "-100").replace("lr=1e-5", f"lr={learning_rate}")
     code = code.replace(SMOLLM2, str(chat_model)).replace("runs/sft", str(tmp_path))
     losses = []
     names = {"print": lambda text: losses.append(float(text.split()[-1]))}
