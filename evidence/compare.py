@@ -1,17 +1,16 @@
 """Runs experiments that compare GSPO with other algorithms, on tasks that one CPU core trains in a
 minute.
 
-    python -m evidence.compare NAME     an experiment of settings.py; `all` for all
+    python -m evidence.compare NAME     an experiment of settings.py
+    python -m evidence.compare tuned    GSPO, GRPO and no clip, each at several learning rates
 
 Every variant is trained by train_math.train from three starting models, which were trained before
-RL ("cold starts" in the code and the tables). A variant is an entry of train_math.ALGORITHMS. The
-other parts of train_math.py that it replaces (parts.py) are passed to that function.
+RL ("cold starts" in the code and the tables). A variant is an entry of train_math.ALGORITHMS.
 
-Each run adds one line to logs/comparisons.jsonl.gz. A run that is in this file is not repeated. If
-the command is interrupted, run it again to continue. A variant that belongs to two experiments is
-run once. After a change of the settings or of a part, use --log FILE, because the old runs would
-otherwise be reused. The starting models are kept in runs/comparisons, and those of the small world
-in runs.
+Each run adds one line to the packed log. A run that is in this file is not repeated. If the command
+is interrupted, run it again to continue. A variant that belongs to two experiments is run once.
+After a change of the code, use --log FILE, because the old runs would otherwise be reused. The
+starting models are kept in runs/comparisons, and those of the small world in runs.
 """
 import argparse
 import itertools
@@ -24,22 +23,38 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from filelock import FileLock
 from tqdm import tqdm
 
 import train_math
-from evidence import parts, successors
-from evidence.settings import EXPERIMENTS, NO_LOWER_BOUND, RETIRED, TASKS, settings_of
-from evidence.tables import COMPARISONS, comparable, comparison, read_runs, variants_of
+from evidence import successors, tasks
+from evidence.settings import (
+    COMPARISONS,
+    EXPERIMENTS,
+    GRPO,
+    GSPO,
+    NO_LOWER_BOUND,
+    RETIRED,
+    variant,
+    variants_of,
+)
+from evidence.tables import GRID, LOGS, MODELS, QUESTIONS, comparison, learning_rates, read_runs
+from evidence.tasks import TASKS, settings_of
 from lesson import tiny
-from tools.logs import append, make_writable
+from tools.logs import append, make_writable, read_packed
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 COLD = ROOT / "runs" / "comparisons"
-KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm")
+KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm",
+        "seconds")
+TUNED = "tuned"
+RANGES = {  # of "tuned": the lower ones, chosen on other starting models at a rate of 3e-4
+    "long": {"GSPO": 0.01, "GRPO": 0.1, "no clip": NO_LOWER_BOUND},
+    "world": {"GSPO": 0.03, "GRPO": 0.4, "no clip": NO_LOWER_BOUND}}
 
 
-# ---- one run -------------------------------------------------------------------------------------
+# ---- starting models -----------------------------------------------------------------------------
 
 
 def cold_folder(task, cold):
@@ -55,30 +70,33 @@ def cold_start(task, cold):
     folder = cold_folder(task, cold)
     if task == "world":
         return json.loads((folder.parent / "start.json").read_text())
-    if not folder.exists():
-        torch.set_num_threads(1)
-        tokenizer = tiny_tokenizer()
-        model = tiny_model(tokenizer, cold)
-        TASKS[task].teach(model, tokenizer, cold)
-        right = {t: accuracy(model, tokenizer, task, cold, temperature=t)
-                 for t in (1.0, 0.6, 0.3, 0.0)}
-        aside = folder.with_name(folder.name + ".partial")
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        (aside / "right.json").write_text(json.dumps(right))
-        aside.rename(folder)
+    COLD.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # another process waits until this one has made it
+        if not folder.exists():
+            tokenizer = tiny_tokenizer()
+            model = tiny_model(tokenizer, cold)
+            TASKS[task].teach(model, tokenizer, cold)
+            right = {t: accuracy(model, tokenizer, task, cold, "held out", t)
+                     for t in (1.0, 0.6, 0.3, 0.0)}
+            aside = folder.with_name(folder.name + ".partial")
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+            (aside / "right.json").write_text(json.dumps(right))
+            aside.rename(folder)
     return json.loads((folder / "right.json").read_text())
 
 
-def accuracy(model, tokenizer, task, cold, name="held out", temperature=1.0):
+def accuracy(model, tokenizer, task, cold, name, temperature):
     """The accuracy on 256 questions (small world: 175). name: "held out", which are not used in RL,
-    or "probe", on which clip ranges are selected."""
+    or anything else, such as "probe", on which settings are selected."""
     torch.manual_seed(cold)
     questions = TASKS[task].questions(name, 256)
-    cfg = settings_of(task)
-    found = train_math.evaluate(
-        model, tokenizer, questions, cfg, temperature, reward=parts.task_reward)
+    found = train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature,
+                                reward=tasks.task_reward)
     return found["eval_reward"]
+
+
+# ---- one run -------------------------------------------------------------------------------------
 
 
 def algorithm_of(spec):
@@ -88,7 +106,7 @@ def algorithm_of(spec):
     low, high = clip_range(spec)
     if "loss" in spec:
         weight, gate, cap, *more = spec["loss"]  # more: parts of finished experiments, and a factor
-        loss = parts.surrogate(weight, gate, cap, *more[2:])
+        loss = successors.surrogate(weight, gate, cap, *more[2:])
         algorithm = algorithm._replace(loss=loss, ratio="sequence" if gate == "one" else gate)
     if "successor" in spec:
         name = spec["successor"]
@@ -118,47 +136,63 @@ def clip_range(spec):
     return low, high
 
 
-def train(spec, model, tokenizer, seed):
-    """Trains one variant. Returns its rows of metrics."""
-    names = "epochs", "minibatches", "learning_rate", "max_steps"
-    own = {name: spec[name] for name in names if name in spec}
-    with mock.patch.dict(train_math.ALGORITHMS, {"variant": algorithm_of(spec)}):
-        cfg = replace(settings_of(spec["task"]), **own, seed=seed, algorithm="variant")
-        questions = TASKS[spec["task"]].questions(seed, cfg.prompts_per_step * cfg.max_steps)
-        rows = train_math.train(cfg, model, tokenizer, questions, reward=parts.task_reward)
-    return rows[1:]
+def train(spec, cold, seed, asked):
+    """Trains one variant from a starting model.
 
-
-def run(spec, cold, seed):
-    """Trains one variant from a starting model. Returns its log row."""
+    asked: pairs (name of the questions, temperature). Returns ({pair: accuracy}, {metric: its value
+    in each rollout}). If the run diverges, all accuracies are 0, and there is only a "problem"."""
     torch.set_num_threads(1)
     task = spec["task"]
-    start = cold_start(task, cold)
-    row = {"variant": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start}
     model, tokenizer = train_math.load(cold_folder(task, cold), "cpu")
+    names = "epochs", "minibatches", "learning_rate", "max_steps"
+    own = {name: spec[name] for name in names if name in spec}
     try:
-        steps = train(spec, model, tokenizer, seed)
-    except FloatingPointError as problem:  # it diverged, which counts as an accuracy of 0
-        return {**row, "accuracy": 0.0, "probe": 0.0, "greedy": 0.0, "problem": str(problem)}
-    row["accuracy"] = accuracy(model, tokenizer, task, cold)
-    row["probe"] = accuracy(model, tokenizer, task, cold, "probe")
-    row["greedy"] = accuracy(model, tokenizer, task, cold, temperature=0.0)
-    for name in KEPT:
-        row[name] = [four_digits(step[name]) for step in steps]
-    if "fspo" in spec.get("successor", ""):  # its clip range depends on the length
-        del row["clip_fraction"]
-    return row
+        with mock.patch.dict(train_math.ALGORITHMS, {"variant": algorithm_of(spec)}):
+            cfg = replace(settings_of(task), **own, seed=seed, algorithm="variant")
+            questions = TASKS[task].questions(seed, cfg.prompts_per_step * cfg.max_steps)
+            rows = train_math.train(cfg, model, tokenizer, questions, reward=tasks.task_reward)
+    except FloatingPointError as problem:
+        return dict.fromkeys(asked, 0.0), {"problem": str(problem)}
+    metrics = {name: [four_digits(row[name]) for row in rows[1:]] for name in KEPT}
+    return {pair: accuracy(model, tokenizer, task, cold, *pair) for pair in asked}, metrics
 
 
 def four_digits(x):
     return None if x is None else float(f"{x:.4g}")
 
 
+def run(job):
+    """The log row of a variant, a starting model and a seed."""
+    spec, cold, seed = job
+    start = cold_start(spec["task"], cold)
+    asked = {"accuracy": ("held out", 1.0), "probe": ("probe", 1.0), "greedy": ("held out", 0.0)}
+    found, metrics = train(spec, cold, seed, asked.values())
+    if "fspo" in spec.get("successor", ""):  # its clip range depends on the length
+        metrics.pop("clip_fraction", None)
+    accuracies = {name: found[pair] for name, pair in asked.items()}
+    return {"variant": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start,
+            **accuracies, **metrics}
+
+
+def run_tuned(job):
+    """The log row of a task, a starting model, an algorithm and a learning rate."""
+    task, cold, name, rate = job
+    row = {"task": task, "start": cold, "algorithm": name, "learning_rate": rate,
+           "before": cold_start(task, cold)}
+    algorithm = GRPO if name == "GRPO" else GSPO
+    spec = variant(algorithm, RANGES[task][name], task=task, learning_rate=rate)
+    asked = [(questions, float(t)) for questions in QUESTIONS for t in QUESTIONS[questions]]
+    found, metrics = train(spec, cold, 100 * cold, asked)
+    for questions, temperatures in QUESTIONS.items():
+        row[questions] = {t: found[questions, float(t)] for t in temperatures}
+    return row | metrics
+
+
 # ---- all runs of an experiment -------------------------------------------------------------------
 
 
 def missing(variants, colds, seeds, path):
-    """The arguments of run() for the runs that are not in the logs yet."""
+    """The arguments of run() for the runs that are not in the log yet."""
     there = [(row["variant"], row["cold"], row["seed"]) for row in read_runs(path)]
     wanted = []
     for k, cold, spec in itertools.product(range(seeds), range(colds), variants):
@@ -168,50 +202,49 @@ def missing(variants, colds, seeds, path):
     return wanted
 
 
-def call(job):
-    function, *arguments = job
-    return function(*arguments)
+def missing_tuned(colds, path):
+    """The arguments of run_tuned() for the runs that are not in the log yet."""
+    there = [(row["task"], row["start"], row["algorithm"], row["learning_rate"])
+             for row in read_packed(path).get("runs", [])]
+    wanted = [(task, cold, *setting) for task, models in MODELS.items()
+              for cold in models[:colds] for setting in GRID]
+    return [job for job in wanted if job not in there]
 
 
-def run_all(variants, colds, seeds, jobs, path):
-    """Makes the missing starting models and runs, in `jobs` processes. Returns the rows of these
-    variants, from those seeds that every variant has."""
-    wanted = missing(variants, colds, seeds, path)
-    if wanted:
-        starts = sorted({(spec["task"], cold) for spec, cold, _ in wanted})
-        starts = [(cold_start, *start) for start in starts]
-        runs = [(run, *job) for job in wanted]
-        os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # of the worker processes
-        # A Ctrl-C ends this process, and leaving the pool ends the workers.
-        ignore = signal.SIGINT, signal.SIG_IGN
-        with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignore) as pool:
-            for _ in tqdm(pool.imap_unordered(call, starts), "starting models", len(starts)):
-                pass
-            for row in tqdm(pool.imap_unordered(call, runs), "runs", len(runs)):
-                append(path, {"log": "runs", **row})
-            pool.close()
-            pool.join()
-    return comparable(variants, read_runs(path))
+def make(function, wanted, jobs, path):
+    """Makes these runs in `jobs` processes, and appends their rows to the log."""
+    os.environ.update(TQDM_DISABLE="1", OMP_NUM_THREADS="1")  # of the worker processes
+    # A Ctrl-C ends this process, and leaving the pool ends the workers.
+    ignore = signal.SIGINT, signal.SIG_IGN
+    with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignore) as pool:
+        for row in tqdm(pool.imap_unordered(function, wanted), "runs", len(wanted)):
+            append(path, {"log": "runs", **row})
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     names = [name for name in EXPERIMENTS if name not in RETIRED]
-    parser.add_argument("name", choices=[*names, "all"], help="the experiment")
+    parser.add_argument("name", choices=[*names, TUNED], help="the experiment")
     parser.add_argument("--colds", type=int, default=3, help="number of starting models")
-    parser.add_argument("--seeds", type=int, default=1, help="number of runs per starting model")
+    parser.add_argument("--seeds", type=int, default=1,
+                        help=f"number of runs per starting model ({TUNED}: always 1)")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
                         help="number of processes, which use one core each")
-    parser.add_argument("--log", type=Path, default=COMPARISONS,
+    parser.add_argument("--log", type=Path,
                         help="file of the runs; those that it has are not repeated")
     args = parser.parse_args()
     if min(args.colds, args.seeds, args.jobs) < 1:
         parser.error("--colds, --seeds and --jobs must be at least 1")
-    make_writable(args.log)
-    COLD.mkdir(parents=True, exist_ok=True)
-    for name in names if args.name == "all" else [args.name]:
-        run_all(variants_of(name), args.colds, args.seeds, args.jobs, args.log)
-        print(comparison(name, read_runs(args.log)))
+    is_tuned = args.name == TUNED
+    path = args.log or (LOGS / "learning_rates.jsonl.gz" if is_tuned else COMPARISONS)
+    make_writable(path)
+    if is_tuned:
+        make(run_tuned, missing_tuned(args.colds, path), args.jobs, path)
+        print(learning_rates(read_packed(path)["runs"]))
+    else:
+        variants = variants_of(args.name)
+        make(run, missing(variants, args.colds, args.seeds, path), args.jobs, path)
+        print(comparison(args.name, read_runs(path)))
 
 
 if __name__ == "__main__":

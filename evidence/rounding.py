@@ -29,14 +29,15 @@ import itertools
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
+from transformers import DynamicCache
 
 import train_math
 from gspo import group_advantages, gspo_loss
-from tools.logs import make_writable, read, write
+from tools.logs import make_writable, markdown, read, write
 from tools.warm_up import given_rollout
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."
@@ -106,13 +107,22 @@ def generate(model, prompts, length):
     return train_math.generate(model, prompts, GROUP, length, 1.0, no_ends)
 
 
+@torch.no_grad()
 def decode(model, prompts, responses):
-    """The sampler's log-probs (B, T) of given responses, which replace the tokens that it draws."""
-    columns = torch.tensor(responses, device=model.device).T[..., None]
-    columns = iter(tqdm(columns, desc="decode", leave=False))
-    names = train_math.dynamic_rollout.__globals__  # those of the module that draws
-    with mock.patch.dict(names, draw_tokens=lambda probs: next(columns)):
-        return generate(model, prompts, len(responses[0]))[1]
+    """The log-probs (B, T) of given responses, token by token with a KV cache, as a sampler
+    computes them."""
+    found = []
+    for i, prompt in enumerate(prompts):
+        given = torch.tensor(responses[i * GROUP:][:GROUP], device=model.device)
+        ids = torch.tensor([prompt] * GROUP, device=model.device)
+        cache = DynamicCache(config=model.config)
+        own = []
+        for token in tqdm(given.T[..., None], desc="decode", leave=False):
+            logits = model(ids, cache=cache, logits_to_keep=1).logits[:, -1]
+            own.append(logits.float().log_softmax(-1).gather(1, token))
+            ids = token
+        found.append(torch.cat(own, dim=1))
+    return torch.cat(found)
 
 
 @torch.no_grad()
@@ -193,30 +203,33 @@ def cell(values):
     return f"{statistics.stdev(values):.1e}, {outside(values):.0%} out"
 
 
-def table(found):
-    """Markdown: standard deviations of log s, with the fraction of responses outside of GSPO's clip
-    range."""
-    lines = ["| setting, tokens | sampler against forward | 64 more pad columns | micro-batches "
-             "of 3 rows | same micro-batch, max | after one step | apart from float32's | the step "
-             "on published weights |", "|" + "---|" * 8]
+def by_setting(rows):
+    """{setting: its measurements}, in the order of the log."""
+    return {row["setting"]: row for row in rows}
+
+
+def table(rows):
+    """Standard deviations of log s, with the fraction of responses outside of GSPO's clip range."""
+    found = by_setting(rows)
+    lines = []
     for name in found:
         for n in map(str, LENGTHS):
             own = found[name][n]
             apart = "reference" if name == "float32" else f"{rounding(found, name, n):.1e}"
-            cells = [f"{name}, {n}", cell(own["decode"]), cell(own["padding"]), cell(own["rows"]),
-                     f"{max(map(abs, own['again'])):.1g}", cell(own[STARTS[0]]), apart,
-                     cell(own[STARTS[1]])]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            lines.append([f"{name}, {n}", cell(own["decode"]), cell(own["padding"]),
+                          cell(own["rows"]), f"{max(map(abs, own['again'])):.1g}",
+                          cell(own[STARTS[0]]), apart, cell(own[STARTS[1]])])
+    return markdown(["setting, tokens", "sampler against forward", "64 more pad columns",
+                     "micro-batches of 3 rows", "same micro-batch, max", "after one step",
+                     "apart from float32's", "the step on published weights"], lines)
 
 
-def draw(found, path):
+def draw(rows, path):
     """Two panels with the length on the horizontal axis: rounding with the same weights, and
     rounding after an optimizer step, beside the change of log s that the step itself causes."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    found = by_setting(rows)
+    figure = Figure((11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     for look, name in zip(LOOKS, found):
         points = [statistics.stdev(found[name][str(n)]["decode"]) for n in LENGTHS]
         axes[0].plot(LENGTHS, points, **look, label=name)
@@ -237,11 +250,8 @@ def draw(found, path):
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc=(0.02, 0.21), handlelength=4)
     axes[0].set_ylabel("standard deviation of log s (log scale)")
-    half = [name for name in ("bf16 autocast", "bf16 weights") if name in found]
-    if half and all(rounding(found, name, str(n)) > LOW for name in half for n in LENGTHS):
-        figure.suptitle("Rounding in bf16 changes log s by more than GSPO's clip range")
+    figure.suptitle("Rounding in bf16 changes log s by more than GSPO's clip range")
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def minibatches_of(prompts, responses, advantages, cfg):
@@ -256,11 +266,6 @@ def minibatches_of(prompts, responses, advantages, cfg):
         return train_math.build_minibatches(given_rollout(asked, cut), advantages, own)
 
     return build
-
-
-def by_setting(rows):
-    """{setting: its measurements}, in the order of the log."""
-    return {row["setting"]: row for row in rows}
 
 
 def main():
@@ -299,7 +304,7 @@ def main():
                             build, cfg)
         rows.append({"setting": name, **found})
     write(log, rows)
-    print(table(by_setting(read(log))))
+    print(table(read(log)))
 
 
 if __name__ == "__main__":

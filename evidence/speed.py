@@ -1,12 +1,11 @@
 """Compares a step of train_math.py with one of TRL's GRPOTrainer in GSPO mode, on one CPU core.
 
     python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
-    OMP_NUM_THREADS=1 .venv-trl/bin/python -m evidence.speed    # an hour, Linux
+    OMP_NUM_THREADS=1 .venv-trl/bin/python -m evidence.speed    # 45 minutes, Linux
 
 TRL is installed in a separate environment. The model is a Qwen3 of two layers with random weights
-in float32. Both sides use fused AdamW, groups of 8, and 4 minibatches of one micro-batch. There are
-two sizes: 512 words, hidden size 64 and 16 prompts per step, or 151,936 words, hidden size 896
-(both as in Qwen2.5-0.5B) and 4 prompts per step. There are two workloads:
+in float32. Both sides use fused AdamW, groups of 8, and 4 minibatches of one micro-batch. JOBS has
+the sizes: the number of words, the hidden size (896 is that of Qwen2.5-0.5B) and the workload:
 
     fixed      prompts of 32 tokens, responses of 64 tokens; the rewards of each group differ
     natural    prompts of 16 to 48 tokens; a response ends after each token with probability 1/32,
@@ -14,24 +13,21 @@ two sizes: 512 words, hidden size 64 and 16 prompts per step, or 151,936 words, 
 
 TRL runs twice: with its defaults except for bfloat16, and tuned. Tuned means
 gradient_checkpointing=False and, with the large vocabulary, four or eight micro-batches per
-minibatch, which are faster on this CPU. Before the comparison, both sides must give the same loss
-and gradient on one frozen rollout.
+minibatch, which are faster on this CPU.
 
-A round is our step and then each of TRL's steps, in one process. Times are CPU seconds of the
-process. Memory is the peak during a step, minus what the process held when the step began. It
-therefore does not include the weights and AdamW's state, which are the same for all. The last line
-is one JSON object. The numbers of each round are written to rounds.jsonl in --output_dir. Those of
-the page are in logs/speed.jsonl.gz.
+Times are CPU seconds of the process. Memory is the peak during a step, minus what the process held
+when the step began. It therefore does not include the weights and AdamW's state, which are the same
+for all. The numbers of each round are written to rounds.jsonl in --output_dir. Those of the page
+are in logs/speed.jsonl.gz. Their script, in commit d775aef, alternated the programs after each step
+and first compared their losses and gradients, which tests/test_engines.py does, too.
 """
 import argparse
 import ctypes
 import gc
-import json
 import math
 import os
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +40,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 import train_math
-from gspo import gspo_loss
-from tools.logs import make_writable, read
-from tools.warm_up import given_rollout
+from tools.logs import append, make_writable, markdown, read
 
 try:
     import trl
@@ -54,8 +48,10 @@ try:
 except ImportError:  # the table can be made without TRL
     trl = None
 
-PROMPTS = {512: 16, 151936: 4}  # prompts per step
-HIDDEN = {512: 64, 151936: 896}  # hidden size; the second pair is that of Qwen2.5-0.5B
+LARGE = 151936  # words
+PROMPTS = {512: 16, LARGE: 4}  # prompts per step
+JOBS = [(512, 64, "fixed"), (512, 64, "natural"), (LARGE, 64, "fixed"), (LARGE, 64, "natural"),
+        (LARGE, 896, "fixed")]
 GROUP, MINIBATCHES, END = 8, 4, 1
 WORKLOADS = {  # tuned: the number of micro-batches per minibatch of the tuned TRL
     "fixed": SimpleNamespace(prompt=(32, 32), length=64, end=0, tuned=4),
@@ -105,119 +101,35 @@ def reward_of(workload):
     return reward
 
 
-class Turns(threading.Thread):
-    """A training loop in a thread. Each call of this object runs it until it calls pause()."""
+class Meter:
+    """Measures the steps of one program: CPU seconds in total and by phase, and the memory."""
 
-    def __init__(self, loop):
-        super().__init__(daemon=True)
-        self.loop = loop
-        self.go = threading.Semaphore(0)
-        self.paused = threading.Semaphore(0)
-        self.error = None
-        self.start()
-
-    def run(self):
-        self.go.acquire()
-        try:
-            self.loop()
-        except BaseException as error:
-            self.error = error
-        self.paused.release()
-
-    def pause(self):
-        self.paused.release()
-        self.go.acquire()
-
-    def __call__(self):
-        self.go.release()
-        self.paused.acquire()
-        if self.error:
-            raise self.error
-
-
-class Ours:
-    """train_math.train_step, called as in train_math.train."""
-    name = "ours"
-
-    def __init__(self, model, job):
-        self.model = model
-        self.job = job
-        self.step = 0
-        self.cfg = train_math.Settings(
-            output_dir=None, device="cpu", instruction="", group_size=GROUP,
-            prompts_per_step=PROMPTS[job.vocabulary], minibatches=MINIBATCHES,
-            micro_batch_tokens=job.rows * (job.prompt[1] + job.length), learning_rate=1e-6,
-            max_completion_length=job.length, max_steps=job.rounds)
-        self.parts = train_math.Parts(
-            reward=self.reward, response_log_probs=self.response_log_probs)
-        self.optimizer = self.parts.make_optimizer(model)
-
-    def reward(self, prompts, completions, **columns):
-        self.phases["rollout"] = seconds() - self.began
-        return reward_of(self.job)(completions)
-
-    def response_log_probs(self, *arguments):
-        began = seconds()
-        result = train_math.response_log_probs(*arguments)
-        if not torch.is_grad_enabled():
-            self.phases["old log-probs"] += seconds() - began
-        return result
-
-    def play(self):
-        n = self.cfg.prompts_per_step
-        questions = [{"question": q} for q in self.job.questions[self.step * n:][:n]]
-        self.step += 1
-        self.phases = {"rollout": 0.0, "old log-probs": 0.0}
+    def begin(self):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # returns the memory that an earlier step has freed
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
+        self.phases = dict.fromkeys(PHASES[:2], 0.0)
+        self.held = memory("VmRSS")
         self.began = seconds()
-        row = train_math.train_step(
-            self.model, self.job.tokenizer, self.optimizer, questions, self.step, self.cfg,
-            self.parts)
-        self.length = row["response_length"]
 
+    def end(self):
+        took = seconds() - self.began
+        return {"seconds": took, **self.phases, "update": took - sum(self.phases.values()),
+                "peak_mb": memory("VmHWM") - self.held}
 
-class TRL(TrainerCallback):
-    def __init__(self, name, model, job, parts=1, **options):
-        self.name = name
-        self.phases = {}
-        config = GRPOConfig(
-            importance_sampling_level="sequence", loss_type="grpo", scale_rewards="group",
-            epsilon=3e-4, epsilon_high=4e-4, beta=0.0, num_iterations=1, temperature=1.0, top_p=1.0,
-            top_k=0, per_device_train_batch_size=job.rows // parts,
-            gradient_accumulation_steps=parts, steps_per_generation=MINIBATCHES * parts,
-            num_generations=GROUP, max_completion_length=job.length,
-            max_steps=MINIBATCHES * (job.rounds + 1), learning_rate=1e-6, adam_beta2=0.95,
-            max_grad_norm=1.0, bf16=False, use_cpu=True, report_to=[],
-            save_strategy="no", disable_tqdm=True, logging_steps=10**6, shuffle_dataset=False,
-            output_dir=tempfile.mkdtemp(), **options)
-        self.trainer = GRPOTrainer(
-            model, reward_of(job), config,
-            Dataset.from_list([{"prompt": q} for q in job.questions]),
-            processing_class=job.tokenizer, callbacks=[self])
-        self.turns = Turns(self.trainer.train)
-        self.clock("_generate_and_score_completions", "rollout and old")
-        self.clock("_get_per_token_logps_and_entropies", "old log-probs", if_no_grad=True)
-
-    def clock(self, method, phase, if_no_grad=False):
-        function = getattr(self.trainer, method)
-
-        def clocked(*args, **kwargs):
+    def clocked(self, function, phase, if_no_grad=False):
+        """The same function, whose calls count for this phase, and not for a phase around it."""
+        def measured(*args, **kwargs):
+            if if_no_grad and torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            before = sum(self.phases.values())
             began = seconds()
             result = function(*args, **kwargs)
-            if not (if_no_grad and torch.is_grad_enabled()):
-                self.phases[phase] = self.phases.get(phase, 0) + seconds() - began
+            inside = sum(self.phases.values()) - before
+            self.phases[phase] += seconds() - began - inside
             return result
-        setattr(self.trainer, method, clocked)
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step and state.global_step % MINIBATCHES == 0:
-            self.turns.pause()
-
-    def play(self):
-        self.phases = {}
-        self.turns()
-        both = self.phases.pop("rollout and old")
-        self.phases["rollout"] = both - self.phases["old log-probs"]
-        self.length = self.trainer._metrics["train"]["completions/mean_length"][-1]
+        return measured
 
 
 def seconds():
@@ -232,155 +144,111 @@ def memory(key):
     return int(line.split()[1]) / 1024
 
 
-def play(side):
-    """One step of a side: its seconds in total and by phase, and the increase of memory."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # returns the memory that an earlier step has freed
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
-    held = memory("VmRSS")
-    began = seconds()
-    side.play()
-    took = seconds() - began
-    return {"seconds": took, "rollout": side.phases["rollout"],
-            "old log-probs": side.phases["old log-probs"],
-            "update": took - sum(side.phases.values()), "peak_mb": memory("VmHWM") - held,
-            "response_length": side.length}
+def our_steps(model, job):
+    """What `rounds` calls of train_math.train_step took."""
+    meter = Meter()
+    cfg = train_math.Settings(
+        output_dir=None, device="cpu", instruction="", group_size=GROUP,
+        prompts_per_step=job.prompts, minibatches=MINIBATCHES,
+        micro_batch_tokens=job.rows * (job.prompt[1] + job.length), learning_rate=1e-6,
+        max_completion_length=job.length, max_steps=job.rounds)
+    parts = train_math.Parts(
+        reward=reward_of(job), sample=meter.clocked(train_math.sample, "rollout"),
+        response_log_probs=meter.clocked(train_math.response_log_probs, "old log-probs", True))
+    optimizer = parts.make_optimizer(model)
+    steps = []
+    for i in range(job.rounds):
+        questions = [{"question": q} for q in job.questions[i * job.prompts:][:job.prompts]]
+        meter.begin()
+        train_math.train_step(model, job.tokenizer, optimizer, questions, i + 1, cfg, parts)
+        steps.append(meter.end())
+    return steps
 
 
-def padded(rows, left, value):
-    width = max(map(len, rows))
-    pads = [[value] * (width - len(row)) for row in rows]
-    whole = [pad + row if left else row + pad for row, pad in zip(rows, pads)]
-    return torch.tensor(whole)
+class Steps(TrainerCallback):
+    """Measures the same steps of a GRPOTrainer, which are MINIBATCHES optimizer steps each."""
+
+    def __init__(self, meter):
+        self.meter = meter
+        self.found = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step % MINIBATCHES == 0:
+            self.meter.begin()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % MINIBATCHES == 0:
+            self.found.append(self.meter.end())
 
 
-def frozen_rollout(model, job):
-    """(our micro-batch, TRL's inputs) for two prompts with a group of responses each, and random
-    advantages."""
-    questions = [{"question": q} for q in job.questions[:2]]
-    cfg = train_math.Settings(instruction="")
-    prompts = train_math.encode_prompts(job.tokenizer, questions, cfg)
-    torch.manual_seed(0)
-    ends = torch.tensor([END])
-    advantages = torch.randn(2 * GROUP)
-    responses, _ = train_math.generate(model, prompts, GROUP, job.length, 1.0, ends)
-    asked = [p for p in prompts for _ in range(GROUP)]
-    rollout = given_rollout(asked, responses)
-    batch = train_math.MicroBatch(rollout, advantages, range(len(asked)), torch.device("cpu"))
-
-    inputs = {"advantages": advantages}
-    for name, rows, left in (("prompt", asked, True), ("completion", responses, False)):
-        inputs[f"{name}_ids"] = padded(rows, left, 0)
-        inputs[f"{name}_mask"] = padded([[1] * len(row) for row in rows], left, 0)
-    return batch, inputs
-
-
-@torch.no_grad()
-def old_log_probs(trainer, batch, inputs):
-    """The old log-probs, (ours, TRL's)."""
-    ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1)
-                 for x in ("ids", "mask"))
-    length = inputs["completion_ids"].shape[1]
-    theirs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)
-    return train_math.response_log_probs(trainer.model, batch, 1.0), theirs
-
-
-def flat_gradient(loss, weights):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
-
-
-def same_maths(side, job):
-    """AssertionError: our loss or gradient differs from TRL's on a frozen rollout after a random
-    change of the policy."""
-    trainer = side.trainer
-    model = trainer.model
-    batch, inputs = frozen_rollout(model, job)
-    old, their_old = old_log_probs(trainer, batch, inputs)
-    kept = [p.detach().clone() for p in model.parameters()]
-    with torch.no_grad():
-        for p in model.parameters():  # so that the ratios differ from 1
-            p.add_(torch.randn_like(p) * 2e-4 * p.requires_grad)
-    trainer.current_gradient_accumulation_steps = 1
-    log_probs = train_math.response_log_probs(model, batch, 1.0)
-    our_loss = gspo_loss(log_probs, old, inputs["advantages"], batch.mask)
-    their_loss = trainer._compute_loss(model, inputs | {"old_per_token_logps": their_old})
-    weights = [p for p in model.parameters() if p.requires_grad]
-    ours = flat_gradient(our_loss, weights)
-    theirs = flat_gradient(their_loss, weights)
-    with torch.no_grad():
-        for p, before in zip(model.parameters(), kept):
-            p.copy_(before)
-    apart = (ours - theirs).norm() / ours.norm()
-    print(f"one frozen rollout: our loss is {our_loss:.6f}, TRL's is {their_loss:.6f}; the norm of "
-          f"our gradient is {ours.norm():.4f}, and the relative difference is {apart:.1e}")
-    assert abs(our_loss - their_loss) < 1e-6 and apart < 1e-4, "the loss or the gradient differs"
+def their_steps(model, job, parts=1, **options):
+    """What as many steps of TRL took. parts: micro-batches per minibatch."""
+    meter = Meter()
+    steps = Steps(meter)
+    config = GRPOConfig(
+        importance_sampling_level="sequence", loss_type="grpo", scale_rewards="group",
+        epsilon=3e-4, epsilon_high=4e-4, beta=0.0, num_iterations=1, temperature=1.0, top_p=1.0,
+        top_k=0, per_device_train_batch_size=job.rows // parts,
+        gradient_accumulation_steps=parts, steps_per_generation=MINIBATCHES * parts,
+        num_generations=GROUP, max_completion_length=job.length,
+        max_steps=MINIBATCHES * job.rounds, learning_rate=1e-6, adam_beta2=0.95,
+        max_grad_norm=1.0, bf16=False, use_cpu=True, report_to=[],
+        save_strategy="no", disable_tqdm=True, logging_steps=10**6, shuffle_dataset=False,
+        output_dir=tempfile.mkdtemp(), **options)
+    trainer = GRPOTrainer(
+        model, reward_of(job), config, Dataset.from_list([{"prompt": q} for q in job.questions]),
+        processing_class=job.tokenizer, callbacks=[steps])
+    for name, phase in (("_generate_and_score_completions", "rollout"),
+                        ("_get_per_token_logps_and_entropies", "old log-probs")):
+        is_inner = phase == "old log-probs"
+        setattr(trainer, name, meter.clocked(getattr(trainer, name), phase, is_inner))
+    trainer.train()
+    return steps.found
 
 
 def race(vocabulary, hidden, name, rounds, log):
-    job = SimpleNamespace(**vars(WORKLOADS[name]), vocabulary=vocabulary, rounds=rounds)
-    job.rows = PROMPTS[vocabulary] * GROUP // MINIBATCHES  # a minibatch's: one micro-batch
+    """Appends a row for each round to the log."""
+    job = SimpleNamespace(**vars(WORKLOADS[name]), prompts=PROMPTS[vocabulary], rounds=rounds)
+    job.rows = job.prompts * GROUP // MINIBATCHES  # a minibatch's: one micro-batch
     job.tokenizer = make_tokenizer(vocabulary)
-    job.questions = make_questions(PROMPTS[vocabulary] * (rounds + 1), vocabulary, job)
-    parts = job.tuned if vocabulary > 10_000 else 1
-    trained = [make_model(vocabulary, hidden, job.end) for _ in range(3)]
-    sides = [Ours(trained[0], job), TRL("TRL", trained[1], job),
-             TRL("TRL tuned", trained[2], job, parts, gradient_checkpointing=False)]
-    same_maths(sides[2], job)
-    for i in range(rounds):
-        played = {side.name: play(side) for side in sides}
-        row = {"vocabulary": vocabulary, "hidden": hidden, "workload": name, "round": i, **played}
-        print(json.dumps(row), file=log, flush=True)
-        ours = played["ours"]["seconds"]
-        shown = [f"ours {ours:.2f} s"]
-        for side in sides[1:]:
-            took = played[side.name]["seconds"]
-            shown.append(f"{side.name} {took:.2f} s, ratio {took / ours:.2f}")
-        dropped = " (dropped)" if i == 0 else ""
-        print(f"vocabulary {vocabulary}, {name}, round {i}{dropped}: {'; '.join(shown)}")
+    job.questions = make_questions(job.prompts * rounds, vocabulary, job)
+    parts = job.tuned if vocabulary == LARGE else 1
+    found = {}
+    for side, steps_of, options in (
+            ("ours", our_steps, {}), ("TRL", their_steps, {}),
+            ("TRL tuned", their_steps, {"parts": parts, "gradient_checkpointing": False})):
+        found[side] = steps_of(make_model(vocabulary, hidden, job.end), job, **options)
+        median = statistics.median(step["seconds"] for step in found[side][1:])
+        print(f"vocabulary {vocabulary}, {name}, {side}: {median:.2f} s a step", flush=True)
+    for i, steps in enumerate(zip(*found.values(), strict=True)):
+        append(log, {"vocabulary": vocabulary, "hidden": hidden, "workload": name, "round": i,
+                     **dict(zip(found, steps))})
 
 
-def summarise(rounds):
-    """The ratios of each vocabulary, workload and variant of TRL, without the first rounds."""
-    results = []
-    keys = "vocabulary", "hidden", "workload"
-    for job in dict.fromkeys(tuple(row[key] for key in keys) for row in rounds):
-        played = [row for row in rounds if tuple(row[key] for key in keys) == job and row["round"]]
-        for rival in ("TRL", "TRL tuned"):
-            times = {key: ratio([row[rival][key] / row["ours"][key] for row in played])
-                     for key in ("seconds", *PHASES)}
+def table(rounds):
+    """Times of TRL divided by ours, the median of the rounds and their range, without the first
+    round of each job. Memory: the median of the rounds."""
+    lines = []
+    for job in dict.fromkeys((row["vocabulary"], row["hidden"], row["workload"]) for row in rounds):
+        played = [row for row in rounds if row["round"]
+                  and (row["vocabulary"], row["hidden"], row["workload"]) == job]
+        for rival in "TRL", "TRL tuned":
+            cells = [f"{job[0]:,}", *job[1:], rival]
+            for key in "seconds", *PHASES:
+                ratios = [row[rival][key] / row["ours"][key] for row in played]
+                cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to "
+                             f"{max(ratios):.2f})")
             peaks = [round(statistics.median(row[side]["peak_mb"] for row in played))
                      for side in ("ours", rival)]
-            results.append({**dict(zip(keys, job)), "rival": rival, **times, "peak_mb": peaks})
-    return results
-
-
-def ratio(values):
-    return {"median": round(statistics.median(values), 2),
-            "range": [round(min(values), 2), round(max(values), 2)]}
-
-
-def table(results):
-    lines = ["Times, TRL / ours: the median of the rounds (their range)\n",
-             "| vocabulary | hidden size | workload | against | step | rollout | old log-probs "
-             "| update | peak memory, ours : TRL |", "|---|---|---|---|---|---|---|---|---|"]
-    for row in results:
-        cells = [f"{row['vocabulary']:,}", str(row["hidden"]), row["workload"], row["rival"]]
-        for key in ("seconds", *PHASES):
-            low, high = row[key]["range"]
-            cells.append(f"{row[key]['median']:.2f} ({low:.2f} to {high:.2f})")
-        cells.append("{} : {} MB".format(*row["peak_mb"]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            lines.append([*cells, "{} : {} MB".format(*peaks)])
+    return "Times, TRL / ours: the median of the rounds (their range)\n\n" + markdown(
+        ["vocabulary", "hidden size", "workload", "against", "step", "rollout", "old log-probs",
+         "update", "peak memory, ours : TRL"], lines)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--vocabulary", type=int, nargs="+", choices=PROMPTS, default=list(PROMPTS),
-                        help="number of words of the model")
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--hidden", type=int,
-                        help="hidden size (default: 64, or 896 with 151,936 words)")
-    parser.add_argument("--rounds", type=int, default=6,
+    parser.add_argument("--rounds", type=int, default=4,
                         help="number of rounds, of which the first is not counted")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/speed"))
     args = parser.parse_args()
@@ -390,15 +258,12 @@ def main():
     if args.rounds < 2:
         parser.error("--rounds must be at least 2, because the first round is not counted")
     torch.set_num_threads(1)
-    make_writable(args.output_dir / "rounds.jsonl")
-    with open(args.output_dir / "rounds.jsonl", "w", encoding="utf-8") as log:
-        for vocabulary in args.vocabulary:
-            for name in args.workload:
-                hidden = args.hidden or HIDDEN[vocabulary]
-                race(vocabulary, hidden, name, args.rounds, log)
-    results = summarise(read(args.output_dir / "rounds.jsonl"))
-    print(table(results))
-    print(json.dumps({"trl": trl.__version__, "torch": torch.__version__, "ratios": results}))
+    log = args.output_dir / "rounds.jsonl"
+    make_writable(log)
+    log.unlink(missing_ok=True)
+    for job in JOBS:
+        race(*job, args.rounds, log)
+    print(table(read(log)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """The losses of GSPO's successors and of related algorithms, with the arguments of gspo.gspo_loss.
 
-Each docstring says what eps_low and eps_high mean, and settings.SUCCESSORS has the values that were
-tried. The formulas are those of public implementations (TRL, verl, SkyRL), apart from FSPO's, which
-follows its abstract. Of the papers, we read abstracts and summaries. The numbers of equations come
-from the implementations. Numbers such as 2511.20347 are those of arXiv.
+Each docstring says what eps_low and eps_high mean. The formulas are those of public implementations
+(TRL, verl, SkyRL), apart from FSPO's, which follows its abstract. Of the papers, we read abstracts
+and summaries. The numbers of equations come from the implementations. Numbers such as 2511.20347
+are those of arXiv. `surrogate` makes variants of GSPO and GRPO.
 """
 import math
 
 import torch
 
-from gspo import _log_ratio, _loss, _token_mean, clipped_objective, gspo_loss
+from gspo import _log_ratio, _loss, _token_mean, clipped_objective, sequence_ratio
 
 BUDGET = 210  # tokens, the divisor of Dr. GRPO; it matters to AdamW only if gradients are clipped
 
@@ -107,27 +107,11 @@ def centred_advantages(rewards, group_size):
     return (groups - mean).flatten()
 
 
-def scaled(loss, times=1, over=1):
-    """A loss whose advantages are multiplied by `times` and divided by `over`."""
-    def scaled_loss(log_probs, old_log_probs, advantages, *others, **more):
-        return loss(log_probs, old_log_probs, advantages * times / over, *others, **more)
-    return scaled_loss
-
-
-# train_math.py clips gradients to norm 1. In the experiment "norm", the mean norm in a rollout of
-# LUSPO and FSPO is above 1, and GSPO's is below 1. (With other ranges, FSPO's can be below 1 and
-# GSPO's above.) If GSPO is multiplied by 200, the response length of the long task, its gradients
-# are clipped, too. If LUSPO and FSPO are divided by 200, theirs are not clipped.
-gspo_200_loss = scaled(gspo_loss, times=200)
-luspo_200_loss = scaled(luspo_loss, over=200)
-fspo_200_loss = scaled(fspo_loss, over=200)
-
-
 def clip_of(name, low, high):
     """(ratio, eps_low, eps_high): what the loss with these two numbers clips, for clip_fraction.
 
     SAPO and CISPO clip nothing. FSPO's range depends on the length, so it cannot be given here."""
-    if name in ("sapo", "cispo", "fspo", "fspo_200"):
+    if name in ("sapo", "cispo", "fspo"):
         return "token", 1.0, 1e9
     if name == "gmpo":
         return "token", 1 - math.exp(-low), math.exp(high) - 1
@@ -143,3 +127,30 @@ def _mean_length(mask):
     Responses without gradient, which train_math.py leaves out, count with the mean length of the
     others."""
     return mask.sum(dim=1).float().mean()
+
+
+# ---- variants of GSPO and GRPO -------------------------------------------------------------------
+
+
+def surrogate(weight, gate, cap=None, negatives=1.0):
+    """A loss that separates the two roles of the importance ratio: the weight, which multiplies a
+    token's gradient, and the gate, which decides whether the token is clipped.
+
+    The gradient of token t of response i is multiplied by w_{i,t} A_i / |y_i|, or by 0 if the ratio
+    of the gate is outside the clip range. weight and gate are "token", "sequence" or "one" (a ratio
+    that is always 1). (token, token) has GRPO's gradient (Eq. 12), and (sequence, sequence) has
+    GSPO's (Eq. 10). The values of the losses differ from theirs.
+    cap: the largest weight. negatives: a factor for every A < 0."""
+    def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
+        with torch.no_grad():
+            token = _log_ratio(log_probs, old_log_probs, mask).exp()
+            sequence = sequence_ratio(log_probs, old_log_probs, mask)[:, None].expand_as(token)
+            ratios = {"token": token, "sequence": sequence, "one": torch.ones_like(token)}
+            a = advantages[:, None]
+            above = (a > 0) & (ratios[gate] > 1 + eps_high)
+            below = (a < 0) & (ratios[gate] < 1 - eps_low)
+            pushed = a.where(a > 0, negatives * a)
+            pushed = ratios[weight].clamp(max=cap or torch.inf) * pushed
+            coefficient = pushed.masked_fill(above | below, 0)
+        return _loss(_token_mean(coefficient * log_probs, mask), denominator)
+    return loss

@@ -17,16 +17,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from evidence import rounding, speed, sums
-from evidence.settings import EARLY, EXPERIMENTS, NO_LOWER_BOUND, opening
+from evidence import rounding, speed
+from evidence.settings import COMPARISONS, EARLY, EXPERIMENTS, opening, variants_of
 from lesson import seeds
 from tools import answers, plot
-from tools.logs import accuracy_text, mean_difference, mean_text, paired, read_packed
+from tools.logs import STUDENT, markdown, mean_difference, mean_text, paired, read_packed
 from tools.plot import STYLES
 
 HERE = Path(__file__).parent
 LOGS = HERE / "logs"
-COMPARISONS = LOGS / "comparisons.jsonl.gz"
 
 
 def logs(name):
@@ -34,21 +33,37 @@ def logs(name):
     return read_packed(LOGS / f"{name}.jsonl.gz")
 
 
-def markdown(titles, rows):
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+def by(rows, *names):
+    """{the values of these columns: the rows that have them}, in the order of the rows."""
+    groups = {}
+    for row in rows:
+        key = tuple(row[name] for name in names)
+        groups.setdefault(key if len(names) > 1 else key[0], []).append(row)
+    return groups
 
 
 def percent(shares):
-    return f"{100 * statistics.fmean(shares):.1f}%"
+    return f"{statistics.fmean(shares):.1%}"
+
+
+def spread(values, form):
+    """The mean of these values, the lowest and the highest one."""
+    return f"{statistics.fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def points(before, after):
+    """The paired difference in points with its 95% interval, "-" if there are no values."""
+    if not (before and after):
+        return "-"
+    difference, (low, high), _ = paired(before, after)
+    return f"{100 * difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 # ---- comparisons on tiny models ------------------------------------------------------------------
 
-STUDENT = {2: 12.71, 3: 4.303, 6: 2.571, 9: 2.306}  # number of starting models: t of a 95% interval
 # No interval is narrower than this, because three starting models may agree by chance. README.md
 # says where the limits come from. An interval that was widened to its limit is marked with a star.
-NARROWEST = {3: 6, 6: 2}  # points
+NARROWEST = {3: 6, 6: 2}  # number of starting models: points
 OPTIONAL = "experts changed", "sampled: greedy", "gradient norm"  # columns that may be missing
 
 
@@ -57,11 +72,6 @@ def read_runs(path):
     rows = read_packed(path).get("runs", [])
     return [{"variant" if key == "arm" else key: value for key, value in row.items()}
             for row in rows]
-
-
-def variants_of(name):
-    """All variants of an experiment."""
-    return [spec for panel in EXPERIMENTS[name].values() for spec in panel.values()]
 
 
 def runs_of(spec, rows):
@@ -76,63 +86,70 @@ def comparable(variants, rows):
     return [row for row in rows if row["seed"] in common]
 
 
-def comparison_table(name, rows):
-    """Markdown: a line for each variant, with the mean and every value. An OPTIONAL column is left
-    out if nothing was measured in it."""
+def comparison(name, every):
+    """The table of an experiment, with a line for each variant; "" if it has no runs. every: all
+    rows of the log. An OPTIONAL column is left out if nothing was measured in it."""
+    rows = comparable(variants_of(name), every)
+    if not rows:
+        return ""
     lines = []
     for panel, variants in EXPERIMENTS[name].items():
         first = None
         for label, spec in variants.items():
-            own = sorted(runs_of(spec, rows), key=lambda r: r["seed"])
+            own = sorted(runs_of(spec, rows), key=lambda row: row["seed"])
             first = first or own
-            if own:
-                title = ": ".join(filter(None, (panel, label)))
-                lines.append({"variant": title, **cells_of(own, first)})
+            title = ": ".join(filter(None, (panel, label)))
+            lines.append({"variant": title, **cells_of(own, first)})
     columns = [column for column in lines[0]
                if column not in OPTIONAL or any(line[column] != "-" for line in lines)]
-    cells = [columns] + [[line[column] for column in columns] for line in lines]
-    text = [f"| {' | '.join(row)} |" for row in cells]
-    text.insert(1, "|---" * len(columns) + "|")
+    text = markdown(columns, [[line[column] for column in columns] for line in lines])
     starts = {}
     cooler = {}
-    for r in rows:
-        start = r["variant"]["task"], r["cold"]
-        if "first" not in r["variant"]:
-            starts[start] = f"{r['start']:.0%}"
-        if "start_at" in r:
-            cooler[start] = " ".join(f"{r['start_at'][t]:.0%}" for t in ("0.6", "0.3", "0.0"))
+    for row in rows:
+        model = row["variant"]["task"], row["cold"]
+        if "first" not in row["variant"]:
+            starts[model] = f"{row['start']:.0%}"
+        if "start_at" in row:
+            cooler[model] = " ".join(f"{row['start_at'][t]:.0%}" for t in ("0.6", "0.3", "0.0"))
     text += before_rl("accuracy", starts)
     text += before_rl("accuracy at temperature 0.6, 0.3 and greedily", cooler)
-    return "\n".join(text) + "\n"
+    return text + cooling(every) * (name == "greedy")
 
 
 def before_rl(what, accuracies):
     each = [f"{task} {cold} {value}" for (task, cold), value in sorted(accuracies.items())]
-    return [f"\nBefore RL, {what}: {', '.join(each)}"] if each else []
+    return f"\nBefore RL, {what}: {', '.join(each)}\n" if each else ""
 
 
 def cells_of(own, first):
     """{column: the cell of this variant, "-" if nothing was measured}.
 
     own: the runs of this variant. first: the runs of the first variant of the panel."""
-    def told(r):
-        return f"{100 * r['accuracy']:.0f}" + f" from {100 * r['start']:.0f}" * (
-            "first" in r["variant"])
+    def told(row):
+        start = f" from {100 * row['start']:.0f}" * ("first" in row["variant"])
+        return f"{100 * row['accuracy']:.0f}{start}"
 
-    each = [" ".join(map(told, runs)) for runs in by_cold_start(own).values()]
-    probed = [r for r in own if "probe" in r]
-    greedy = [f"{100 * r['accuracy']:.0f}: {100 * r['greedy']:.1f}" for r in own if "greedy" in r]
+    probed = [row for row in own if "probe" in row]
+    greedy = [f"{100 * row['accuracy']:.0f}: {100 * row['greedy']:.1f}"
+              for row in own if "greedy" in row]
+    norms = [norm for norm in logged(own, "grad_norm") if norm]
+    spec = own[0]["variant"]
+    clipped = average(own, "clip_fraction", ".1%")
+    if spec.get("loss", [0, 0])[1] == "one":  # nothing is clipped, which earlier logs do not say
+        clipped = "0.0%"
     return {
         "accuracy, mean": f"{mean(own):.1%}",
         "minus the panel's first, points": difference(own, first),
-        "each run, by starting model": "; ".join(each),
+        "each run, by starting model": "; ".join(
+            " ".join(map(told, runs)) for runs in by(own, "cold").values()),
         "on selection questions": f"{mean(probed, 'probe'):.1%}" if probed else "-",
-        "clipped": clipped(own),
+        "clipped": clipped,
         "log_ratio_std": average(own, "log_ratio_std", ".1e"),
         "entropy, last": average(own, "entropy", ".3f", -1),
         "experts changed": average(own, "experts_changed", ".1%"),
         "sampled: greedy": ", ".join(greedy) or "-",
-        "gradient norm": spread(logged(own, "grad_norm")),
+        "gradient norm": (f"{min(norms):.2g} to {max(norms):.2g}, median "
+                          f"{statistics.median(norms):.2g}") if norms else "-",
     }
 
 
@@ -146,34 +163,10 @@ def average(rows, metric, form, start=0):
     return format(statistics.fmean(values), form) if values else "-"
 
 
-def clipped(rows):
-    """The fraction of response tokens that the clip removes from the gradient, or "-" if it was not
-    logged. A variant without a clip removes nothing, which earlier logs do not say."""
-    spec = rows[0]["variant"]
-    if "loss" in spec and spec["loss"][1] == "one":
-        return "0.0%"
-    return average(rows, "clip_fraction", ".1%")
-
-
-def spread(values):
-    values = [x for x in values if x]
-    if not values:
-        return "-"
-    return f"{min(values):.2g} to {max(values):.2g}, median {statistics.median(values):.2g}"
-
-
-def by_cold_start(rows):
-    """{starting model: its runs}"""
-    groups = {}
-    for r in rows:
-        groups.setdefault(r["cold"], []).append(r)
-    return groups
-
-
 def means(rows, name="accuracy"):
     """{starting model: the mean over its runs}"""
-    return {cold: statistics.fmean(r[name] for r in runs)
-            for cold, runs in by_cold_start(rows).items()}
+    return {cold: statistics.fmean(row[name] for row in runs)
+            for cold, runs in by(rows, "cold").items()}
 
 
 def mean(rows, name="accuracy"):
@@ -181,52 +174,30 @@ def mean(rows, name="accuracy"):
 
 
 def difference(rows, others):
-    """The mean difference in accuracy over the starting models that both variants have, in points,
-    with a 95% interval from Student's t."""
+    """The mean difference in accuracy over the starting models that both variants have."""
     own = means(rows)
     first = means(others)
-    d = [100 * (own[cold] - first[cold]) for cold in own if cold in first]
-    if len(d) not in STUDENT or rows == others:
+    common = [cold for cold in own if cold in first]
+    if len(common) not in STUDENT or rows == others:
         return "-"
-    half = STUDENT[len(d)] * statistics.stdev(d) / len(d) ** 0.5
-    narrowest = NARROWEST.get(len(d), 0)
-    return f"{statistics.fmean(d):+.1f} ± {max(half, narrowest):.1f}" + "*" * (half < narrowest)
+    pairs = [own[cold] for cold in common], [first[cold] for cold in common]
+    return mean_difference(*pairs, narrowest=NARROWEST.get(len(common), 0))
 
 
-def of_the_long_task(rows):
-    """The runs of the long task, without those that diverged."""
-    return [r for r in rows if r["variant"]["task"] == "long" and r.get("entropy")]
-
-
-def correlation(rows):
-    """(number of runs of the long task, Spearman's correlation of their accuracy and the entropy
-    at the end)."""
-    own = of_the_long_task(rows)
-    values = torch.tensor([(r["accuracy"], r["entropy"][-1]) for r in own]).T
+def cooling(every):
+    """Spearman's correlation of the accuracy and the entropy at the end, over all runs of the long
+    task that did not diverge."""
+    own = [row for row in every if row["variant"]["task"] == "long" and row.get("entropy")]
+    values = torch.tensor([(row["accuracy"], row["entropy"][-1]) for row in own]).T
     ranks = values.argsort().argsort().double()
-    return len(own), torch.corrcoef(ranks)[0, 1].item()
-
-
-def cooling(rows):
-    """A line for the table: the correlation of the accuracy and the entropy at the end."""
-    number, value = correlation(rows)
-    return (f"\nOver all {number:,} runs of the long task, accuracy and the entropy at the "
+    value = torch.corrcoef(ranks)[0, 1].item()
+    return (f"\nOver all {len(own):,} runs of the long task, accuracy and the entropy at the "
             f"end: Spearman's correlation {value:.2f}\n")
 
 
-def comparison(name, every):
-    """The table of an experiment, "" if it has no runs. every: all rows of the log."""
-    rows = comparable(variants_of(name), every)
-    text = comparison_table(name, rows) if rows else ""
-    if name == "greedy" and rows:
-        text += cooling(every)
-    return text
-
-
 def comparisons(every):
-    """The tables of all experiments that have runs."""
-    texts = {name: comparison(name, every) for name in EXPERIMENTS}
-    return "\n".join(f"### {name}\n\n{text}" for name, text in texts.items() if text)
+    """The tables of all experiments, in alphabetical order."""
+    return "\n".join(f"### {name}\n\n{comparison(name, every)}" for name in sorted(EXPERIMENTS))
 
 
 # ---- runs without a clip that collapsed ----------------------------------------------------------
@@ -290,29 +261,22 @@ RATES = {
     "GRPO": (1e-4, 2e-4, 3e-4, 6e-4),
     "no clip": (3e-5, 1e-4, 2e-4, 3e-4, 6e-4)}
 GRID = [(name, rate) for name, rates in RATES.items() for rate in rates]
-RANGES = {  # the lower ones, chosen on other starting models at a learning rate of 3e-4
-    "long": {"GSPO": 0.01, "GRPO": 0.1, "no clip": NO_LOWER_BOUND},
-    "world": {"GSPO": 0.03, "GRPO": 0.4, "no clip": NO_LOWER_BOUND}}
 QUESTIONS = {"validation": ("1.0", "0.7", "0.5"), "held out": ("1.0", "0.7", "0.5", "0.0")}
 
 
 def finished_runs(rows):
-    """{task: {(algorithm, learning rate): lines}} of the starting models that have all runs. A task
-    without such a starting model is left out."""
-    found = {(row["task"], row["start"], row["algorithm"], row["learning_rate"]): row
-             for row in rows}
+    """{task: {(algorithm, learning rate): its rows}} of the starting models that have all runs."""
     tasks = {}
-    for task, starts in MODELS.items():
-        models = [start for start in starts
-                  if all((task, start, *setting) in found for setting in GRID)]
-        if models:
-            tasks[task] = {setting: [found[task, start, *setting] for start in models]
-                           for setting in GRID}
+    for task, own in by(rows, "task").items():
+        models = {start: runs for start, runs in by(own, "start").items() if len(runs) == len(GRID)}
+        runs = [row for start in sorted(models) for row in models[start]]
+        if runs:
+            tasks[task] = by(runs, "algorithm", "learning_rate")
     return tasks
 
 
-def values(lines, questions, temperature):
-    return [line[questions][temperature] for line in lines]
+def values(rows, questions, temperature):
+    return [row[questions][temperature] for row in rows]
 
 
 def choice(found, name):
@@ -327,101 +291,82 @@ def choice(found, name):
     return best, max(temperatures, key=lambda temperature: mean(best, temperature))
 
 
-def row_of(cells):
-    return f"| {' | '.join(cells)} |"
-
-
-def grid(tasks):
-    """The mean accuracies of every algorithm and learning rate."""
-    lines = ["| task | algorithm | learning rate | validation, sampled | held out, sampled "
-             "| at 0.7 | at 0.5 | greedy | held out, sampled, each model |", "|---" * 9 + "|"]
-    for task, found in tasks.items():
-        for (name, rate), own in found.items():
-            cells = [task, name, f"{rate:g}", percent(values(own, "validation", "1.0"))]
-            for temperature in QUESTIONS["held out"]:
-                cells.append(percent(values(own, "held out", temperature)))
-            each = [percent([share]) for share in values(own, "held out", "1.0")]
-            lines.append(row_of([*cells, " ".join(each)]))
-    return "\n".join(lines)
-
-
-def tuned_comparison(tasks):
-    """The algorithms at the learning rates that were chosen, on the held-out questions."""
-    lines = [f"| task | models | decoding | {' | '.join(RATES)} | GSPO minus GRPO, points "
-             "| GSPO minus no clip, points |", "|---" * 8 + "|"]
-    choices = ["\nChosen on the validation questions:\n"]
-    for task, found in tasks.items():
+def learning_rates(rows):
+    """The algorithms at the learning rates that were chosen, these choices, and all accuracies."""
+    compared = []
+    choices = ""
+    grid = []
+    for task, found in finished_runs(rows).items():
         held_out = {"sampled": {}, "best temperature": {}, "greedy": {}}
         for name, rates in RATES.items():
             rate, temperature = choice(found, name)
             edge = ", an end of the grid" if rate in (rates[0], rates[-1]) else ""
-            choices.append(f"- {task}, {name}: learning rate {rate:g}{edge}; "
-                           f"best temperature {temperature}")
+            choices += (f"- {task}, {name}: learning rate {rate:g}{edge}; "
+                        f"best temperature {temperature}\n")
             for decoding, at in zip(held_out, ("1.0", temperature, "0.0")):
                 held_out[decoding][name] = values(found[name, rate], "held out", at)
         for decoding, own in held_out.items():
-            cells = [task, str(len(own["GSPO"])), decoding, *map(percent, own.values())]
-            for other in ("GRPO", "no clip"):
-                cells.append(mean_difference(own["GSPO"], own[other], narrowest=2))
-            lines.append(row_of(cells))
-    return "\n".join(lines + choices)
-
-
-def learning_rates(tasks):
-    return f"{tuned_comparison(tasks)}\n\n{grid(tasks)}\n"
+            versus = [mean_difference(own["GSPO"], own[other], narrowest=2)
+                      for other in ("GRPO", "no clip")]
+            compared.append([task, len(own["GSPO"]), decoding, *map(percent, own.values()),
+                             *versus])
+        for name, rate in GRID:
+            own = found[name, rate]
+            validation = percent(values(own, "validation", "1.0"))
+            means = [percent(values(own, "held out", t)) for t in QUESTIONS["held out"]]
+            each = " ".join(percent([share]) for share in values(own, "held out", "1.0"))
+            grid.append([task, name, f"{rate:g}", validation, *means, each])
+    return markdown(["task", "models", "decoding", *RATES, "GSPO minus GRPO, points",
+                     "GSPO minus no clip, points"], compared) + (
+        f"\nChosen on the validation questions:\n\n{choices}\n") + markdown(
+        ["task", "algorithm", "learning rate", "validation, sampled", "held out, sampled",
+         "at 0.7", "at 0.5", "greedy", "held out, sampled, each model"], grid)
 
 
 # ---- the rule for the clip range -----------------------------------------------------------------
 
 FACTORS = (0.1, 0.5, 2, 8)  # the lower clip range in units of the movement
 RULE = 0.5  # the factor that represents the rule
-RULE_MODELS = {"long": (11, 12, 13, 14, 15, 16), "world": (21, 22, 23, 24, 25, 26)}
-SETTINGS = [(task, updates, learning_rate)
-            for task, updates in (("long", 4), ("long", 16), ("world", 4), ("world", 32))
-            for learning_rate in (1e-4, 3e-4)]
 COMPARED = (0.1, 0.5), (2, 0.5), (8, 0.5), (8, 2)
 
 
 def range_rule(rows):
     """The accuracies, their differences in points, and the outcomes of the three predictions."""
-    found = {(row["task"], row["updates"], row["learning_rate"], row["start"], row["factor"]): row
-             for row in rows}
-    means = ["| task, updates, learning rate | movement: least, median, most | "
-             + " | ".join(f"{factor} times" for factor in FACTORS) + " | best minus 0.5 times |",
-             "|---" * 7 + "|"]
-    differences = ["| task, updates, learning rate | "
-                   + " | ".join(f"{a} minus {b}" for a, b in COMPARED) + " |", "|---" * 5 + "|"]
+    means = []
+    differences = []
     shortfall = []
     too_wide = []
     slow = []
-    for key in SETTINGS:
-        task, updates, learning_rate = key
-        accuracy = {factor: [found[*key, start, factor]["accuracy"] for start in RULE_MODELS[task]]
-                    for factor in FACTORS}
+    rows = sorted(rows, key=lambda row: (row["task"], row["updates"], row["learning_rate"],
+                                         row["start"]))
+    for (task, updates, rate), own in by(rows, "task", "updates", "learning_rate").items():
+        runs = by(own, "factor")
+        moved = [row["movement"] for row in runs[None]]
+        accuracy = {factor: [row["accuracy"] for row in runs[factor]] for factor in FACTORS}
         mean = {factor: statistics.fmean(accuracy[factor]) for factor in FACTORS}
-        moved = [found[*key, start, None]["movement"] for start in RULE_MODELS[task]]
-        gap = max(mean.values()) - mean[RULE]
-        shortfall.append(gap)
+        shortfall.append(max(mean.values()) - mean[RULE])
         if updates >= 16:
             too_wide.append(mean[8] < mean[RULE])
         else:
             slow.append(mean[0.1] < mean[RULE])
-        name = f"{task}, {updates}, {learning_rate:g}"
-        cells = [name, f"{min(moved):.2g}, {statistics.median(moved):.2g}, {max(moved):.2g}",
-                 *(f"{mean[factor]:.1%}" for factor in FACTORS), f"{100 * gap:.1f}"]
-        means.append(f"| {' | '.join(cells)} |")
-        cells = [name, *(mean_difference(accuracy[a], accuracy[b]) for a, b in COMPARED)]
-        differences.append(f"| {' | '.join(cells)} |")
-    close = sum(gap <= 0.05 for gap in shortfall)
-    predictions = [
-        f"1. 0.5 times the movement is at most 5 points below the best range in {close} of "
-        f"{len(shortfall)} settings, and at most {100 * max(shortfall):.1f} points below it in all "
-        "of them.",
+        name = f"{task}, {updates}, {rate:g}"
+        movement = f"{min(moved):.2g}, {statistics.median(moved):.2g}, {max(moved):.2g}"
+        means.append([name, movement, *(f"{mean[factor]:.1%}" for factor in FACTORS),
+                      f"{100 * shortfall[-1]:.1f}"])
+        differences.append([name, *(mean_difference(accuracy[a], accuracy[b])
+                                    for a, b in COMPARED)])
+    first = "task, updates, learning rate"
+    text = markdown([first, "movement: least, median, most",
+                     *(f"{factor} times" for factor in FACTORS), "best minus 0.5 times"], means)
+    text += "\n" + markdown([first, *(f"{a} minus {b}" for a, b in COMPARED)], differences)
+    return text + (
+        f"\n1. 0.5 times the movement is at most 5 points below the best range in "
+        f"{sum(gap <= 0.05 for gap in shortfall)} of {len(shortfall)} settings, and at most "
+        f"{100 * max(shortfall):.1f} points below it in all of them.\n"
         f"2. With 16 or 32 updates, 8 times the movement is worse than 0.5 times in "
-        f"{sum(too_wide)} of {len(too_wide)} settings.",
+        f"{sum(too_wide)} of {len(too_wide)} settings.\n"
         f"3. With 4 updates, 0.1 times the movement is worse than 0.5 times in {sum(slow)} of "
-        f"{len(slow)} settings."]
-    return "\n".join([*means, "", *differences, "", *predictions]) + "\n"
+        f"{len(slow)} settings.\n")
 
 
 # ---- the small world of the lesson ---------------------------------------------------------------
@@ -432,54 +377,53 @@ STEP_BY_STEP = 40  # tokens: a longer response is not a guess
 def word_problems():
     """GSPO minus GRPO on the word problems of the lesson: the mean of three seeds on each of four
     worlds, and Student's interval over the worlds."""
-    last = {key: rows[-1] for key, rows in seeds.runs_of("report").items()}
-    worlds = sorted({world for _, world, _ in last})
+    runs = [{"variant": name, "world": world, **rows[-1]}
+            for (name, world, _), rows in sorted(seeds.runs_of("report").items())]
     lines = []
     for metric, name in (("eval_reward", "greedy"), ("sampled", "sampled")):
-        means = {algorithm: [statistics.fmean(row[metric] for (variant, at, _), row in last.items()
-                                              if (variant, at) == (algorithm, world))
-                             for world in worlds] for algorithm in ("GSPO", "GRPO")}
-        lines.append([name, *(f"{statistics.fmean(values):.1%}" for values in means.values()),
-                      mean_difference(means["GSPO"], means["GRPO"])])
+        gspo, grpo = (
+            [statistics.fmean(row[metric] for row in own) for own in by(of, "world").values()]
+            for of in (by(runs, "variant")[algorithm] for algorithm in ("GSPO", "GRPO")))
+        lines.append([name, percent(gspo), percent(grpo), mean_difference(gspo, grpo)])
     return markdown(["decoding", "GSPO", "GRPO", "GSPO minus GRPO, points, four worlds"], lines)
 
 
 def starting_model(rows):
-    lines = ["| temperature | all responses: accuracy (95%) | written step by step | their "
-             "accuracy (95%) | accuracy of the others (95%) |", "|---|---|---|---|---|"]
+    lines = []
     for temperature in 1.0, 0.6, 0.3:
-        own = [row for row in rows if row["temperature"] == temperature]
+        own = by(rows, "temperature")[temperature]
         written = [row["reward"] for row in own if row["tokens"] >= STEP_BY_STEP]
         guessed = [row["reward"] for row in own if row["tokens"] < STEP_BY_STEP]
         every = [row["reward"] for row in own]
-        lines.append(f"| {temperature} | {accuracy_text(every)} | {len(written)} of {len(own)} | "
-                     f"{accuracy_text(written)} | {accuracy_text(guessed)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([temperature, mean_text(every), f"{len(written)} of {len(own)}",
+                      mean_text(written), mean_text(guessed)])
+    return markdown(["temperature", "all responses: accuracy (95%)", "written step by step",
+                     "their accuracy (95%)", "accuracy of the others (95%)"], lines)
 
 
-def gradients(logs):
+def gradients(rows):
     """A line for each variant."""
-    lines = ["| variant | grad_norm, step 1 | log_ratio_std, step 1 | reward, mean of all steps | "
-             "minus GSPO | eval_reward at the end | reward at the end |", "|---" * 7 + "|"]
+    metrics = (("grad_norm", slice(1), ".3g"), ("log_ratio_std", slice(1), ".3g"),
+               ("reward", slice(None), ".1%"), ("eval_reward", slice(-1, None), ".1%"),
+               ("reward", slice(-1, None), ".1%"))
+    lines = []
     first = None  # the mean rewards of the first variant
-    for name in dict.fromkeys(log["variant"] for log in logs):
-        runs = [log for log in logs if log["variant"] == name]
+    for name, runs in by(rows, "variant").items():
         if "stopped" in runs[0]:
-            lines.append(f"| {name} | stops: {runs[0]['stopped'].partition('.')[0]} | | | | | |")
+            lines.append([name, f"stops: {runs[0]['stopped'].partition('.')[0]}", *[""] * 5])
             continue
         cells = []
-        for metric, part, form in (
-                ("grad_norm", slice(1), ".3g"), ("log_ratio_std", slice(1), ".3g"),
-                ("reward", slice(None), ".1%"), ("eval_reward", slice(-1, None), ".1%"),
-                ("reward", slice(-1, None), ".1%")):
-            values = [statistics.mean(log[metric][part]) for log in runs]
+        for metric, part, form in metrics:
+            values = [statistics.mean(run[metric][part]) for run in runs]
             single = ", ".join(f"{value:{form}}" for value in values)
             cells.append(f"{statistics.mean(values):{form}} ({single})")
-        rewards = [statistics.mean(log["reward"]) for log in runs]
+        rewards = [statistics.mean(run["reward"]) for run in runs]
         first = first or rewards
         cells.insert(3, mean_difference(rewards, first) if rewards != first else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([name, *cells])
+    return markdown(["variant", "grad_norm, step 1", "log_ratio_std, step 1",
+                     "reward, mean of all steps", "minus GSPO", "eval_reward at the end",
+                     "reward at the end"], lines)
 
 
 def shares(row):
@@ -496,8 +440,7 @@ def earlier(rows):
         lines = []
         for world, seed in sorted({key[1:] for key in last if key[0] == titles[0]}):
             start = starts[world]
-            before = " / ".join(f"{x:.2f}" for x in (start["0.0"], start["1.0"],
-                                                     max(start.values())))
+            before = f"{start['0.0']:.2f} / {start['1.0']:.2f} / {max(start.values()):.2f}"
             cells = [shares(last[name, world, seed]) for name in titles]
             lines.append([f"{world}, {seed}", before, *cells])
         text += markdown(["world, seed", "the start, greedy / sampled / at its best temperature",
@@ -554,64 +497,59 @@ def prefixes(rows):
 
 # ---- what tells a collapse -----------------------------------------------------------------------
 
-SIGNS = {"rate": "learning rate", "step 1 loss": "loss of step 1",
-         "step 2 log_ratio_std": "`log_ratio_std` of step 2", "step 2 loss": "loss of step 2",
-         "step 3 probe 0": "log-prob of beginning a worked answer, after step 3",
-         "step 1 log_ratio_std": "no rule was planned: `log_ratio_std` of step 1"}
+SIGNS = {  # title: the value of a run
+    "learning rate": lambda row: row["rate"],
+    "loss of step 1": lambda row: row["steps"][1]["loss"],
+    "`log_ratio_std` of step 2": lambda row: row["steps"][2]["log_ratio_std"],
+    "loss of step 2": lambda row: row["steps"][2]["loss"],
+    "log-prob of beginning a worked answer, after step 3": lambda row: row["steps"][3]["probe"][0],
+    "no rule was planned: `log_ratio_std` of step 1": lambda row: row["steps"][1]["log_ratio_std"],
+}
 
 
-def flat(value, name):
-    """{name: number} of all numbers below a value of the log, but not of `updates`."""
-    if isinstance(value, int | float):
-        return {name: value}
-    found = {}
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        if key != "updates":
-            found |= flat(inner, f"{name} {key}")
-    return found
+def has_fallen(row):
+    return row["final"] < seeds.LOW
 
 
-def auc(runs):
-    """The share of pairs of a collapsed run and another one with the same learning rate in which
-    the collapsed one has the larger value. runs: (learning rate, whether collapsed, value)."""
-    return statistics.fmean((x > y) + (x == y) / 2 for rate, fell, x in runs if fell
-                            for other, collapsed, y in runs if not collapsed and rate == other)
+def auc(runs, value, same_rate=True):
+    """The share of pairs of a collapsed run and another one (of the same learning rate) in which
+    the collapsed one has the larger value."""
+    fallen = [row for row in runs if has_fallen(row)]
+    others = [row for row in runs if not has_fallen(row)]
+    return statistics.fmean(
+        (value(x) > value(y)) + (value(x) == value(y)) / 2
+        for x in fallen for y in others if x["rate"] == y["rate"] or not same_rate)
 
 
-def balanced(runs, sign, limit):
+def balanced(runs, value, sign, limit):
     """The mean of the shares of the collapsed runs and of the others that a rule recognises."""
     hits = {True: [], False: []}
-    for _, fell, x in runs:
-        hits[fell].append((sign * (x - limit) > 0) == fell)
+    for row in runs:
+        hits[has_fallen(row)].append((sign * (value(row) - limit) > 0) == has_fallen(row))
     return statistics.fmean(map(statistics.fmean, hits.values()))
 
 
 def signs(rows):
     """Rules from the first half of the runs (seeds below 200), checked on the second half."""
-    halves = [], []
-    for row in rows:
-        values = flat(row["rate"], "rate") | flat(row["steps"], "step")
-        halves[row["seed"] >= 200].append((row["rate"], row["final"] < seeds.LOW, values))
+    first = [row for row in rows if row["seed"] < 200]
+    second = [row for row in rows if row["seed"] >= 200]
     lines = []
-    for name, title in SIGNS.items():
-        first, second = ([(rate, fell, values[name]) for rate, fell, values in half]
-                         for half in halves)
-        area = auc([(0, fell, x) for _, fell, x in first])
+    for title, value in SIGNS.items():
+        area = auc(first, value, same_rate=False)
         sign = 1 if area > 0.5 else -1
-        found = sorted({x for *_, x in first})
+        found = sorted(set(map(value, first)))
         limits = [(a + b) / 2 for a, b in zip(found, found[1:])]
-        limit = max(limits, key=lambda limit: balanced(first, sign, limit))
+        limit = max(limits, key=lambda limit: balanced(first, value, sign, limit))
         lines.append([f"{title} {'above' if sign > 0 else 'below'} {limit:.4g}", f"{area:.2f}",
-                      f"{balanced(second, sign, limit):.0%}", f"{auc(second):.2f}",
-                      f"{auc(first + second):.2f}"])
+                      f"{balanced(second, value, sign, limit):.0%}", f"{auc(second, value):.2f}",
+                      f"{auc(rows, value):.2f}"])
     text = markdown(["rule for a collapse", "AUC, first half", "balanced accuracy, later runs",
                      "AUC at one learning rate, later runs", "both halves"], lines)
-    by_rate = {}
-    for row in rows:
-        by_rate.setdefault(row["rate"], []).append(row["final"])
-    lines = [[f"{rate:g}", len(own), sum(x < seeds.LOW for x in own),
-              sum(x < rows[0]["steps"][0]["greedy"] for x in own),
-              sum(x >= seeds.SUCCESS for x in own)] for rate, own in sorted(by_rate.items())]
+    lines = []
+    for rate, runs in sorted(by(rows, "rate").items()):
+        below = sum(row["final"] < rows[0]["steps"][0]["greedy"] for row in runs)
+        lines.append([f"{rate:g}", len(runs), sum(map(has_fallen, runs)), below,
+                      sum(row["final"] >= seeds.SUCCESS for row in runs)])
     text += "\n" + markdown(["learning rate", "runs", "greedy, below 35%",
                              "greedy, below the start", "greedy, at least 90%"], lines)
     shown = next(row for row in rows if (row["rate"], row["seed"]) == (4.5e-4, 0))
@@ -637,12 +575,9 @@ RATIOS = {  # column of the log: its title
 
 def ratios(rows):
     """Ratios after one epoch of updates, over the first tokens of the responses, of three runs."""
-    groups = {}
-    for row in rows:
-        if "length" in row:
-            groups.setdefault((row["model"], row["length"]), []).append(row)
     lines = []
-    for key, own in groups.items():
+    rows = [row for row in rows if "length" in row]
+    for key, own in by(rows, "model", "length").items():
         cells = []
         for name in RATIOS:
             form = ".2%" if name.startswith("clipped") else ".1e"
@@ -656,22 +591,18 @@ def exact_ratios(rows):
     gradient and the true one, and the cosine of one batch of 256 responses with the true one. Each
     cell has the mean of four random policies, and the angle also has their range."""
     names = [name for name in rows[0] if isinstance(rows[0][name], dict)]
-    groups = {}
-    for row in rows:
-        groups.setdefault((row["how"], row["spread"], row["length"]), []).append(row)
     lines = []
-    for (how, spread, length), own in groups.items():
+    for key, own in by(rows, "how", "spread", "length").items():
         cells = []
         for name in names:
-            angles = [row[name]["angle"] for row in own]
+            angles = spread([row[name]["angle"] for row in own], ".1f")
             cosine = statistics.fmean(row[name]["cosine"] for row in own)
-            cells.append(f"{statistics.fmean(angles):.1f} ({min(angles):.1f} to "
-                         f"{max(angles):.1f}); {cosine:.2f}")
-        lines.append([how, spread, length, *cells])
+            cells.append(f"{angles}; {cosine:.2f}")
+        lines.append([*key, *cells])
     return markdown(["policy", "deviation of the tokens' log-ratios", "tokens", *names], lines)
 
 
-# ---- real models ---------------------------------------------------------------------------------
+# ---- GSM8K ---------------------------------------------------------------------------------------
 
 GPU_RUNS = "gspo_1e-6", "grpo_1e-6", "gspo_5e-6", "grpo_5e-6"
 
@@ -686,39 +617,23 @@ def gsm8k_on_a_cpu(logs):
     return text
 
 
-def points(difference):
-    return f"{100 * difference:+.1f}"
-
-
-def table_row(evaluation, baseline):
-    """One line of the table. baseline: the pre-trained model on the same questions, at the same
-    precision."""
-    rewards = evaluation["reward"]
-    n = len(rewards)
-    cut = sum(tokens == 512 for tokens in evaluation["tokens"])
-    cells = [
-        evaluation["model"], f"{n} {evaluation['questions']}", evaluation["precision"],
-        accuracy_text(rewards), percent(evaluation["last_number"]),
-        str(n - sum(evaluation["boxed"])), str(cut)]
-    if baseline is evaluation:
-        cells += ["", ""]
-    else:
-        difference, (low, high), p = paired(baseline["reward"], rewards)
-        cells += [f"{points(difference)} ({points(low)} to {points(high)})", f"{p:.2g}"]
-    return f"| {' | '.join(cells)} |"
-
-
 def gsm8k(evaluations):
-    lines = [
-        "| model | questions | precision | accuracy, boxed answer (95% CI) | last number "
-        "| no box | cut at 512 | difference in points (95% CI) | exact McNemar p |",
-        "|---|---|---|---|---|---|---|---|---|"]
-    baselines = {}
-    for evaluation in evaluations:
-        key = evaluation["questions"], evaluation["precision"]
-        baseline = baselines.setdefault(key, evaluation)  # the pre-trained model comes first
-        lines.append(table_row(evaluation, baseline))
-    return "\n".join(lines) + "\n"
+    """The pre-trained model comes first at each precision, and the others are compared with it."""
+    lines = []
+    for same in by(evaluations, "questions", "precision").values():
+        baseline = same[0]["reward"]
+        for row in same:
+            rewards = row["reward"]
+            versus = ["", ""]
+            if row is not same[0]:
+                versus = [points(baseline, rewards), f"{paired(baseline, rewards)[2]:.2g}"]
+            lines.append([
+                row["model"], f"{len(rewards)} {row['questions']}", row["precision"],
+                mean_text(rewards), percent(row["last_number"]),
+                len(rewards) - sum(row["boxed"]), row["tokens"].count(512), *versus])
+    return markdown(["model", "questions", "precision", "accuracy, boxed answer (95% CI)",
+                     "last number", "no box", "cut at 512", "difference in points (95% CI)",
+                     "exact McNemar p"], lines)
 
 
 def correlation_of_neighbours(values):
@@ -743,9 +658,7 @@ def gsm8k_pairs(logs):
     answers = {(row["model"], row["questions"]): row["reward"] for row in logs["gpu/answers"]}
     for questions in "test", "validation":
         gspo, grpo = (answers[f"{name}_5e-6", questions] for name in ("gspo", "grpo"))
-        difference, (low, high), _ = paired(gspo, grpo)
-        lines.append(["5e-6", f"greedy, {len(gspo)} {questions} questions",
-                      f"{points(difference)} ({points(low)} to {points(high)})", ""])
+        lines.append(["5e-6", f"greedy, {len(gspo)} {questions} questions", points(gspo, grpo), ""])
     return markdown(["learning rate", "accuracy", "GRPO minus GSPO, points",
                      "correlation of neighbouring steps"], lines)
 
@@ -766,6 +679,104 @@ def gsm8k_steps(logs):
         whole = [row["clip_fraction"] for row in steps]
         lines.append([*cells, f"{statistics.fmean(whole):.3%}"])
     return markdown(["run", "steps", "minutes", *metrics, "clip_fraction, all steps"], lines)
+
+
+# ---- multiplication problems ---------------------------------------------------------------------
+
+
+def correct(run, when, temperature=0.0):
+    """1 or 0 for each answer of a model, in the order of the questions."""
+    return answers.column(run.get(when, []), temperature)
+
+
+def sums_line(name, run):
+    """The cells of one run. An answer that was not asked is "-"."""
+    start, *steps = run["training/metrics"]
+    settings = start["settings"]
+    after, given = correct(run, "after"), correct(run, "before_given")
+    sampled = correct(run, "after", 1.0)
+    minutes = sum(row.get("seconds", 0) for row in steps) / 60
+    return [f"{name}: {settings['algorithm']}, {settings['eps_low']:g}", mean_text(after),
+            points(correct(run, "before"), after), points(given, after),
+            points(given, correct(run, "after_given")), percent(sampled) if sampled else "-",
+            f"{minutes:.0f}"]
+
+
+def welch(some, others):
+    """The difference of two means in points, with Welch's 95% interval for two small samples."""
+    variances = [statistics.variance(values) / len(values) for values in (some, others)]
+    total = sum(variances)
+    freedom = total**2 / sum(v**2 / (len(values) - 1)
+                             for v, values in zip(variances, (some, others)))
+    half = 100 * STUDENT[int(freedom) + 1] * total**0.5
+    return f"{100 * (statistics.fmean(some) - statistics.fmean(others)):+.1f} ± {half:.1f}"
+
+
+def gspo_minus_grpo(runs):
+    """GSPO at 3e-2 minus GRPO, for the three common seeds and for all runs."""
+    lines = []
+    for temperature, name in ((0.0, "greedy"), (1.0, "sampled")):
+        grpo, gspo = (
+            [statistics.fmean(correct(runs[f"{prefix}_{seed}"], "after", temperature))
+             for seed in range(number)]
+            for prefix, number in (("grpo", 3), ("gspo_wide", 6)))
+        lines.append([name, mean_difference(gspo[:3], grpo), percent(gspo), percent(grpo),
+                      welch(gspo, grpo)])
+    return markdown(["decoding", "GSPO minus GRPO, seeds 0 to 2, paired", "GSPO, six seeds",
+                     "GRPO, three seeds", "difference, Welch"], lines)
+
+
+def range_table(logs):
+    """The runs that chose the clip range, each with its last evaluation."""
+    def greedy(row):
+        low, high = row["eval_reward_interval"]
+        return f"{row['eval_reward']:.1%} ({low:.1%} to {high:.1%})"
+
+    lines = []
+    for name, (_, *steps) in sorted(logs.items()):
+        first, *later = [row["clip_fraction"] for row in steps]
+        lines.append([name, greedy(steps[-1]), percent([row["reward"] for row in steps[-5:]]),
+                      f"{steps[0]['log_ratio_std']:.2f}", f"{first:.0%}",
+                      f"{statistics.fmean(later):.0%}"])
+    lines.append(["pre-trained", greedy(logs["gspo_3e-4"][0]), "", "", "", ""])
+    return markdown(["run", "greedy accuracy (95%)", "reward of the last five rollouts",
+                     "log_ratio_std, first rollout", "clipped, first rollout", "later"], lines)
+
+
+def sums_on_gsm8k(runs):
+    """The accuracy on 192 short questions of GSM8K after some runs."""
+    before = answers.column(runs["gspo_2"]["gsm8k_before"], 0.0, "last_number")
+    lines = [["pre-trained", mean_text(before), ""]]
+    for name, run in runs.items():
+        if "gsm8k_after" in run:
+            after = answers.column(run["gsm8k_after"], 0.0, "last_number")
+            lines.append([name, mean_text(after), points(before, after)])
+    return markdown(["model", "greedy accuracy (95%)", "minus pre-trained"], lines)
+
+
+def multiplication(logs):
+    runs = {}
+    for name, rows in logs.items():
+        run, log = name.split("/", 1)
+        runs.setdefault(run, {})[log] = rows
+    choice = runs.pop("range")
+    table = markdown(["run: algorithm, lower clip range", "greedy accuracy (95%)",
+                      "minus pre-trained", "minus pre-trained with the calculation begun",
+                      "the same, begun for both", "sampled accuracy", "minutes"],
+                     [sums_line(name, run) for name, run in runs.items()])
+    return f"""\
+Differences are in points. The brackets are paired 95% intervals over 256 held-out questions. "±"
+is the half width of a 95% interval over seeds. Welch's degrees of freedom are rounded down. The
+minutes are those of training on one core.
+
+{table}
+{gspo_minus_grpo(runs)}
+The runs that chose the clip range, on 256 other questions, with one run per row:
+
+{range_table(choice)}
+192 short questions of GSM8K, graded by the last number. A script of commit 2ad1537 asked them.
+
+{sums_on_gsm8k(runs)}"""
 
 
 # ---- skill or sharpening -------------------------------------------------------------------------
@@ -810,31 +821,24 @@ def pass_at_k(logs):
 # ---- precision -----------------------------------------------------------------------------------
 
 
-def mean_and_range(rows, name, digits):
-    values = [row[name] for row in rows]
-    mean, low, high = (f"{value:.{digits}f}"
-                       for value in (statistics.fmean(values), min(values), max(values)))
-    return f"{mean} ({low} to {high})"
-
-
 def kept(rows):
     """What a rounded copy of the weights keeps of a change of the weights. Each line has the mean,
     the lowest and the highest value of three changes."""
+    kinds = by(rows, "kind")
     lines = []
-    for size in (row for row in rows if row["kind"] == "size"):
+    for size in kinds["size"]:
         for form in "bf16", "float16":
-            own = [row for row in rows if row["kind"] == "kept"
-                   and (row["size"], row["format"]) == (size["size"], form)]
-            other = [row for row in own if row["responses"] == "other"]
-            trained = [row for row in own if row["responses"] == "trained"]
+            own = by(kinds["kept"], "size", "format")[size["size"], form]
+            other, trained = (by(own, "responses")[which] for which in ("other", "trained"))
             lines.append([
                 f"{size['size']:.2g}", f"{size['steps']} at {size['learning_rate']:g}", form,
                 f"{statistics.fmean(row['weights_changed'] for row in own):.0%}",
-                mean_and_range(other, "kept", 2), mean_and_range(trained, "kept", 2),
-                mean_and_range(other, "gap", 4)])
+                spread([row["kept"] for row in other], ".2f"),
+                spread([row["kept"] for row in trained], ".2f"),
+                spread([row["gap"] for row in other], ".4f")])
     titles = ["size", "as after steps", "copy", "weights that change", "kept, other responses",
               "kept, trained responses", "difference of log-probs, other responses (nats)"]
-    largest = next(row for row in rows if row["kind"] == "activations")
+    (largest,) = kinds["activations"]
     name, value = next(iter(largest["largest"].items()))
     return (markdown(titles, lines) + f"\nLargest recorded activation: {value:,.0f} ({name}). "
             f"Largest weight: {largest['largest_weight']:,.0f}\n")
@@ -876,7 +880,7 @@ def page():
         "The small world: what tells a collapse": signs(lesson["collapse"]),
         "The small world: the right value and another gradient": gradients(lesson["gradients"]),
         "Runs without a clip that collapsed": collapses(every, tuned, lesson),
-        "Tuned learning rates": learning_rates(finished_runs(tuned)),
+        "Tuned learning rates": learning_rates(tuned),
         "The rule for the clip range": range_rule(logs("range_rule")["runs"]),
         "Ratios after an epoch": ratios(logs("ratios")["ratios"]),
         "Exact gradients": exact_ratios(logs("ratios")["exact_ratios"]),
@@ -885,10 +889,10 @@ def page():
         "GSM8K on a GPU: GRPO minus GSPO": gsm8k_pairs(gsm8k_logs),
         "GSM8K on a GPU: metrics": gsm8k_steps(gsm8k_logs),
         "GSM8K on a CPU": gsm8k_on_a_cpu(gsm8k_logs),
-        "Multiplication problems": sums.page(sums.published()),
-        "Rounding": rounding.table(rounding.by_setting(precision["rounding"])),
+        "Multiplication problems": multiplication(logs("sums")),
+        "Rounding": rounding.table(precision["rounding"]),
         "Copies of the weights": kept(precision["kept"]),
-        "Speed beside TRL on a CPU": speed.table(speed.summarise(logs("speed")["beside_trl"])),
+        "Speed beside TRL on a CPU": speed.table(logs("speed")["beside_trl"]),
         "Comparisons on tiny models": COMPARISON_HEAD + comparisons(every),
     }
     return "\n".join([HEAD, *(f"## {title}\n\n{text}" for title, text in sections.items())])
@@ -911,31 +915,28 @@ def draw_opening(rows, path):
     """The variants of `opening` on two tasks. Runs with few updates are hollow squares."""
     on_world = EXPERIMENTS["world"] | EXPERIMENTS["world_few"]
     panels = {
-        "long task": {16: opening(**EARLY), 4: opening(**EARLY, epochs=1)},
-        "small world": {32: on_world["32 updates a rollout"], 4: on_world["4 updates a rollout"]},
+        "long task": (opening(**EARLY), opening(**EARLY, epochs=1)),
+        "small world": (on_world["32 updates a rollout"], on_world["4 updates a rollout"]),
     }
-    looks = {"marker": "o"}, {"marker": "s", "fillstyle": "none"}
+    many, few = {"marker": "o"}, {"marker": "s", "fillstyle": "none"}
     figure = Figure((12, 5.4), layout="constrained")
     for axis, (task, panel) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
         starts = []
-        for i, variants in enumerate(panel.values()):
-            colds_of_each = [set(by_cold_start(runs_of(spec, rows))) for spec in variants.values()]
+        for variants, look, shift in zip(panel, (many, few), (-0.18, 0.18)):
+            colds_of_each = [set(by(runs_of(spec, rows), "cold")) for spec in variants.values()]
             common = set.intersection(*colds_of_each)
             for y, spec in enumerate(variants.values()):
-                own = [r for r in runs_of(spec, rows) if r["cold"] in common]
-                if own:
-                    starts += [r["start"] for r in own]
-                    height = y + 0.36 * i - 0.18
-                    axis.plot([100 * r["accuracy"] for r in own], [height] * len(own),
-                              linestyle="", color=colour_of(spec), alpha=0.8, **looks[i])
-                    axis.plot([100 * mean(own)] * 2, [height - 0.15, height + 0.15],
-                              color="black", linewidth=2.5)
+                own = [row for row in runs_of(spec, rows) if row["cold"] in common]
+                starts += [row["start"] for row in own]
+                axis.plot([100 * row["accuracy"] for row in own], [y + shift] * len(own),
+                          linestyle="", color=colour_of(spec), alpha=0.8, **look)
+                axis.plot([100 * mean(own)] * 2, [y + shift - 0.15, y + shift + 0.15],
+                          color="black", linewidth=2.5)
         axis.axvspan(100 * min(starts), 100 * max(starts), color="gray", alpha=0.3)
         axis.set(title=task, xlabel=ACCURACY, xlim=(-2, 102), ylim=(5.5, -0.5))
         labels = [LABELS.get(label, label) for label in variants]
         axis.set_yticks(range(len(variants)), labels)
         axis.grid(axis="x", alpha=0.3)
-    many, few = looks
     handles = [Line2D([], [], linestyle="", color="black", label=label, **look) for label, look in (
         ("16 (long task) or 32 (small world) updates per rollout", many),
         ("4 updates per rollout", few))]
@@ -951,7 +952,7 @@ def draw_opening(rows, path):
 def draw_pictures():
     """Draws the pictures of README.md from the committed logs."""
     draw_opening(read_runs(COMPARISONS), HERE / "opening.png")
-    rounding.draw(rounding.by_setting(logs("precision")["rounding"]), HERE / "rounding.png")
+    rounding.draw(logs("precision")["rounding"], HERE / "rounding.png")
 
 
 def main(argv=None):

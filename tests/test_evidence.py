@@ -1,16 +1,10 @@
 """evidence/ and lesson/seeds.py: the tables follow from the logs, the losses have the gradients of
 their formulas, and no run is made twice."""
-import functools
-import itertools
 import json
 import math
 import random
 import re
-import shutil
 import statistics
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,27 +12,20 @@ from torch import tensor
 from torch.testing import assert_close
 
 import train_math
-from evidence import (
-    compare,
-    learning_rates,
-    parts,
-    rounding,
-    settings,
-    speed,
-    successors,
-    sums,
-    tables,
-)
+from evidence import compare, rounding, settings, speed, successors, sums, tables, tasks
 from gspo import clip_fraction, sequence_ratio
 from lesson import seeds, tiny
 from tests.conftest import TOP, one_line, rollout_of
-from tools.logs import mean_difference, read, read_packed, write, write_packed
+from tools.logs import read, write_packed
 
 # ---- tables and pictures -------------------------------------------------------------------------
 
 
-def test_the_tables_follow_from_the_logs_byte_for_byte():
-    assert tables.page() == (tables.HERE / "tables.md").read_text(encoding="utf-8")
+def test_the_command_makes_the_page_from_the_logs_byte_for_byte(tmp_path, monkeypatch):
+    page = tables.HERE / "tables.md"
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    tables.main([])
+    assert (tmp_path / "tables.md").read_bytes() == page.read_bytes()
 
 
 def test_each_picture_can_be_drawn_from_the_logs(monkeypatch):
@@ -51,23 +38,27 @@ def test_each_picture_can_be_drawn_from_the_logs(monkeypatch):
     assert {*tables.HERE.glob("*.png"), seeds.PICTURE} == drawn
 
 
-def test_the_command_writes_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "HERE", tmp_path)
-    monkeypatch.setattr(tables, "page", lambda: "± a table\n")
-    tables.main([])
-    assert (tmp_path / "tables.md").read_text(encoding="utf-8") == "± a table\n"
-
-
-def test_a_run_that_ends_below_its_own_start_has_collapsed():
-    """The second number counts greedy accuracies below 35%, which a start can have, too."""
+def test_statistics_of_the_tables():
+    """A run that ends below its own start has collapsed. The second number counts greedy accuracies
+    below 35%, which a start can have, too."""
     ends = [(-0.01, 0.5), (0.01, 0.34), (0.0, 0.35), (None, 0.1), (-0.5, None)]
     assert tables.counted(ends) == ["2 of 4", "2 of 4"]
     assert tables.counted([(None, 0.1)]) == ["-", "1 of 1"]
-
-
-def test_neighbouring_steps_are_correlated():
     assert tables.correlation_of_neighbours([1, -1, 1, -1]) == -0.75
     assert tables.correlation_of_neighbours([1, 1, -1, -1]) == 0.25
+    # By hand: variances of the means 1/3 and 2/3, 4.9 degrees of freedom, t 2.776.
+    assert tables.welch([0.01, 0.02, 0.03], [0.0, 0.02, 0.04, 0.02]) == "+0.0 ± 2.8"
+
+
+def test_what_is_chosen_depends_on_the_validation_questions_alone():
+    found = {}
+    for name, rate in tables.GRID:
+        best = 0.5 + 0.1 * (rate == 2e-4)
+        validation = {"1.0": best, "0.7": best + 0.2, "0.5": best}
+        held_out = {"1.0": 1 - best, "0.7": 0.0, "0.5": 1.0, "0.0": 1.0}
+        found[name, rate] = [{"validation": validation, "held out": held_out}]
+    for name in tables.RATES:
+        assert tables.choice(found, name) == (2e-4, "0.7")
 
 
 @pytest.mark.parametrize("page", ["lesson/in_depth.md", "homework/find_the_bug.md"])
@@ -92,11 +83,6 @@ def test_each_word_of_the_comparison_with_trl_is_one_token():
 
 
 # ---- comparisons on tiny models ------------------------------------------------------------------
-
-
-@pytest.fixture
-def model(fresh):
-    return fresh[0]
 
 
 @pytest.fixture
@@ -193,18 +179,15 @@ class TestLosses:
         (successors.sapo_loss, sapo, 5.0, 3.0, 1),
         (successors.gmpo_loss, gmpo, 0.1, 0.15, 1),
         (successors.fspo_loss, fspo, 0.1, 0.2, 1),
-        (successors.fspo_200_loss, fspo, 0.1, 0.2, 200),
         (successors.luspo_loss, luspo, 0.01, 0.02, 1),
-        (successors.luspo_200_loss, luspo, 0.01, 0.02, 200),
-        (successors.gspo_200_loss, gspo, 0.01, 0.02, 1 / 200),
         (successors.dapo_loss, tokens, 0.1, 0.2, mean_length),
         (successors.dr_grpo_loss, tokens, 0.1, 0.2, successors.BUDGET),
         (successors.cispo_loss, cispo, None, 0.2, mean_length),
-        (parts.surrogate("token", "token"), grpo, 0.1, 0.2, 1),
-        (parts.surrogate("sequence", "sequence"), gspo, 0.01, 0.02, 1),
-        (parts.surrogate("token", "sequence"), token_weight_and_sequence_gate, 0.01, 0.02, 1),
-        (parts.surrogate("token", "one", cap=1.1), capped, 0.01, 0.02, 1),
-        (parts.surrogate("token", "token", negatives=0.25), quarter_of_negatives, 0.1, 0.2, 1),
+        (successors.surrogate("token", "token"), grpo, 0.1, 0.2, 1),
+        (successors.surrogate("sequence", "sequence"), gspo, 0.01, 0.02, 1),
+        (successors.surrogate("token", "sequence"), token_weight_and_sequence_gate, 0.01, 0.02, 1),
+        (successors.surrogate("token", "one", cap=1.1), capped, 0.01, 0.02, 1),
+        (successors.surrogate("token", "token", negatives=0.25), quarter_of_negatives, 0.1, 0.2, 1),
     ])
     def test_have_the_gradient_of_their_formula(self, batch, loss, weights, low, high, divisor):
         new, old, advantages, mask = batch
@@ -227,7 +210,8 @@ class TestLosses:
         assert centred.tolist() == [2, -1, -1, 0, 0, 0]
 
 
-def test_rounding_decodes_given_responses(model):
+def test_rounding_decodes_given_responses(fresh):
+    model, _ = fresh
     prompts = [[5, 6], [7]]
     responses, log_probs = rounding.generate(model, prompts, 6)
     assert_close(rounding.decode(model, prompts, responses), log_probs)
@@ -237,10 +221,10 @@ class TestTasks:
     def test_fibonacci_has_correct_answers(self):
         for seed in range(50):
             rng = random.Random(seed)
-            row = parts.fibonacci(rng, 3, 30)
+            row = tasks.fibonacci(rng, 3, 30)
             a, b, label = row["question"]
             a, b = int(a), int(b)
-            n = parts.LABELS.index(label) + 1
+            n = tasks.LABELS.index(label) + 1
             for _ in range(n):
                 a, b = b, (a + b) % 10
             assert row["answer"] == f"#### {b}"
@@ -249,7 +233,7 @@ class TestTasks:
 
     @pytest.mark.parametrize("task", ["long", "short", "30 tokens"])
     def test_held_out_questions_are_not_trained_on(self, task):
-        questions = settings.TASKS[task].questions
+        questions = tasks.TASKS[task].questions
         held_out = {row["question"] for row in questions("held out", 256)}
         assert len(held_out) > 50
         for seed in range(9):
@@ -258,7 +242,7 @@ class TestTasks:
 
     def test_a_label_after_the_answer_is_not_an_exponent(self):
         texts = ["a3+4=7\n#### 7", "a3+4=7\n#### 7e3+4=7", "a3+4=7\n#### 8", "7"]
-        rewards = parts.task_reward(None, texts, ["#### 7"] * 4)
+        rewards = tasks.task_reward(None, texts, ["#### 7"] * 4)
         assert rewards == [1, 1, 0, 0]
 
 
@@ -276,40 +260,57 @@ class TestRuns:
             return [float(len(set(completion)) % 2) for completion in completions]
 
         own = dict(max_completion_length=8, learning_rate=1e-2)  # some ratios exceed 2
-        for name in settings.TASKS:
-            task = settings.Task(lambda *_: None, questions, own)
-            monkeypatch.setitem(settings.TASKS, name, task)
-        common = settings.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
-        monkeypatch.setattr(settings, "COMMON", common)
+        for name in tasks.TASKS:
+            task = tasks.Task(lambda *_: None, questions, own)
+            monkeypatch.setitem(tasks.TASKS, name, task)
+        common = tasks.COMMON | dict(prompts_per_step=4, group_size=4, max_steps=2)
+        monkeypatch.setattr(tasks, "COMMON", common)
         monkeypatch.setattr(compare, "COLD", tmp_path)
-        monkeypatch.setattr(parts, "task_reward", reward)
+        monkeypatch.setattr(tasks, "task_reward", reward)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", [x for x in settings.EXPERIMENTS if x not in settings.RETIRED])
     def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
         gradients = {}
-        for spec in tables.variants_of(name):
+        for spec in settings.variants_of(name):
             same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
             kind = json.dumps(spec | same, sort_keys=True)
             if kind not in self.GRADIENTS:
-                row = compare.run({**spec, "max_steps": 2}, 0, 5)
+                row = compare.run(({**spec, "max_steps": 2}, 0, 5))
                 assert len(row["reward"]) == 2
                 assert json.loads(json.dumps(row)) == row
                 self.GRADIENTS[kind] = json.dumps(row["grad_norm"])
             gradients[kind] = self.GRADIENTS[kind]
         assert len(set(gradients.values())) == len(gradients), "a part has no effect"
 
-    def test_that_exist_are_not_repeated(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(compare.multiprocessing, "get_context", None)  # must not be called
+    def test_that_exist_are_not_repeated(self, tmp_path):
         path = tmp_path / "runs.jsonl.gz"
-        variants = tables.variants_of("range_few") + tables.variants_of("greedy")[1:2]
-        assert len(compare.missing(variants + variants, 2, 2, path)) == 16, "each run once"
-        rows = []
-        for spec, seed in itertools.product(variants, (0, 1, 100, 101)):
-            rows.append({"variant": spec, "cold": seed // 100, "seed": seed})
-        another = settings.variant("grpo", 0.3)  # a variant of another experiment
-        write_packed(path, {"runs": [*rows, rows[-1] | {"variant": another}]})
-        assert compare.run_all(variants, 2, 2, 1, path) == rows
+        variants = settings.variants_of("range_few") + settings.variants_of("greedy")[1:2]
+        wanted = compare.missing(variants + variants, 2, 2, path)
+        assert len(wanted) == 16, "each run once"
+        rows = [{"variant": spec, "cold": cold, "seed": seed} for spec, cold, seed in wanted]
+        rows[-1]["variant"] = settings.variant("grpo", 0.3)  # a variant of another experiment
+        write_packed(path, {"runs": rows})
+        assert compare.missing(variants, 2, 2, path) == wanted[-1:]
+        assert not compare.missing_tuned(6, tables.LOGS / "learning_rates.jsonl.gz")
+        assert len(compare.missing_tuned(1, path.with_name("new"))) == 2 * len(tables.GRID)
+
+    def test_with_a_tuned_rate_have_their_settings(self, monkeypatch):
+        """Here it diverges, so it has no correct answer."""
+        trained = []
+
+        def train(cfg, *arguments, reward):
+            trained.append((cfg, train_math.ALGORITHMS["variant"].eps_low))
+            raise FloatingPointError("the loss is not finite")
+
+        monkeypatch.setattr(train_math, "train", train)
+        monkeypatch.setattr(train_math, "load", lambda folder, device: (None, None))
+        monkeypatch.setattr(compare, "cold_start", lambda task, start: {"1.0": 0.3})
+        row = compare.run_tuned(("long", 17, "GRPO", 2e-4))
+        ((cfg, eps_low),) = trained
+        assert (cfg.seed, cfg.learning_rate, cfg.epochs, eps_low) == (1700, 2e-4, 4, 0.1)
+        assert row["problem"] == "the loss is not finite" and row["before"] == {"1.0": 0.3}
+        assert {*row["validation"].values(), *row["held out"].values()} == {0.0}
 
     @pytest.mark.parametrize("pieces, eps", [
         ({}, [0.01, 0.02]),
@@ -338,68 +339,20 @@ class TestRuns:
             assert 0 < logged < 1
 
 
-# ---- tuned learning rates ------------------------------------------------------------------------
-
-
-def test_the_interval_is_student_s_over_paired_differences():
-    shared = [random.Random(0).random() for _ in range(6)]
-    more = [share + 0.01 * gain for share, gain in zip(shared, (1, 2, 3, 4, 5, 6))]
-    assert mean_difference(more, shared) == "+3.5 ± 2.0"  # 2.571 * 1.871 / sqrt(6) = 1.96
-    assert mean_difference(more, shared, narrowest=3) == "+3.5 ± 3.0*"
-    assert mean_difference(shared[:1], more[:1]) == "-1.0"
-    with pytest.raises(ValueError):
-        mean_difference(more, shared[:5])
-
-
-def test_a_run_has_its_settings_and_is_not_made_twice(tmp_path, monkeypatch):
-    """Here it diverges, so it has no correct answer."""
-    trained = []
-
-    def train(spec, model, tokenizer, seed):
-        trained.append((spec, seed))
-        raise FloatingPointError("the loss is not finite")
-
-    monkeypatch.setattr(learning_rates, "LOG", tmp_path / "log.jsonl.gz")
-    monkeypatch.setattr(learning_rates.train_math, "load", lambda folder, device: (None, None))
-    monkeypatch.setattr(compare, "cold_start", lambda task, start: {"1.0": 0.3})
-    monkeypatch.setattr(compare, "cold_folder", lambda task, start: None)
-    monkeypatch.setattr(compare, "train", train)
-    for _ in range(2):
-        learning_rates.run("long", 17, "GRPO", 2e-4)
-    assert trained == [(settings.variant("grpo", 0.1, learning_rate=2e-4), 1700)]
-    (line,) = read_packed(learning_rates.LOG)["runs"]
-    assert line["problem"] == "the loss is not finite"
-    assert {*line["validation"].values(), *line["held out"].values()} == {0.0}
-
-
-def test_what_is_chosen_depends_on_the_validation_questions_alone():
-    found = {}
-    for name, rate in tables.GRID:
-        best = 0.5 + 0.1 * (rate == 2e-4)
-        validation = {"1.0": best, "0.7": best + 0.2, "0.5": best}
-        held_out = {"1.0": 1 - best, "0.7": 0.0, "0.5": 1.0, "0.0": 1.0}
-        found[name, rate] = [{"validation": validation, "held out": held_out}]
-    for name in tables.RATES:
-        assert tables.choice(found, name) == (2e-4, "0.7")
-
-
 # ---- multiplication problems ---------------------------------------------------------------------
 
 
-class TestQuestions:
-    def test_held_out_products_are_in_no_training_question(self):
-        questions, held_out = sums.make_questions()
-        assert len(held_out) == 256
-        train = {frozenset(row["factors"]) for row in questions}
-        test = {frozenset(row["factors"]) for row in held_out}
-        assert not train & test
-        assert len(train) + len(test) == len(questions) + 256, "no product occurs twice"
-
-    def test_the_answer_is_the_product_of_the_numbers_in_the_question(self):
-        for row in sums.make_questions()[1]:
-            a, b = row["factors"]
-            assert int(a) * int(b) == int(row["answer"])
-            assert f" {a} boxes of {b} " in row["question"]
+def test_held_out_products_are_in_no_training_question():
+    questions, held_out = sums.make_questions()
+    assert len(held_out) == 256
+    train = {frozenset(row["factors"]) for row in questions}
+    test = {frozenset(row["factors"]) for row in held_out}
+    assert not train & test
+    assert len(train) + len(test) == len(questions) + 256, "no product occurs twice"
+    for row in held_out:
+        a, b = row["factors"]
+        assert int(a) * int(b) == int(row["answer"])
+        assert f" {a} boxes of {b} " in row["question"]
 
 
 @pytest.mark.parametrize("text, reward", [
@@ -412,85 +365,29 @@ def test_only_the_last_number_is_rewarded(text, reward):
     assert sums.last_number_reward(None, [text], ["51"], factors=[["3", "17"]]) == [reward]
 
 
-def test_welch_s_interval():
-    """By hand: variances of the means 1/3 and 2/3, 4.9 degrees of freedom, t 2.776."""
-    assert sums.welch([0.01, 0.02, 0.03], [0.0, 0.02, 0.04, 0.02]) == "+0.0 ± 2.8"
-
-
 def test_another_dataset_is_refused_in_one_line():
     assert "makes its own questions" in one_line(sums.main, "--dataset", "my.jsonl")
 
 
-@pytest.fixture(scope="module")
-def flags(world):
-    """The flags of a run with one small step, on the model with random weights."""
-    return ["--model", str(world / "model"), "--max_steps", "1", "--max_completion_length", "2",
-            "--device", "cpu"]
-
-
 @pytest.mark.slow
-def test_a_run_has_all_answers_of_both_models(flags, tmp_path):
-    sums.main([*flags, "--output_dir", str(tmp_path)])
-    for when, temperatures in sums.TEMPERATURES.items():
-        answers = read(tmp_path / f"{when}.jsonl")
+def test_a_run_has_all_answers_of_both_models_and_is_not_repeated(world, tmp_path, monkeypatch):
+    """One small step of the model with random weights."""
+    flags = ["--model", str(world / "model"), "--max_steps", "1", "--max_completion_length", "2",
+             "--device", "cpu", "--output_dir", str(tmp_path)]
+    sums.main(flags)
+    files = {}
+    for when, temperatures in (*sums.TEMPERATURES.items(), ("before_given", [0.0]),
+                               ("after_given", [0.0])):
+        files[when] = read(tmp_path / f"{when}.jsonl")
         asked = [temperature for temperature in temperatures for _ in range(256)]
-        assert [row["temperature"] for row in answers] == asked
-
-
-def test_a_run_is_resumed_and_no_question_is_asked_twice(tmp_path, monkeypatch, flags):
-    asked = []
-    trained = []
-
-    def load(name, device):
-        asked.append(str(name))
-        return torch.nn.Identity(), SimpleNamespace(chat_template="")
-
-    def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
-        asked.append(temperature)
-        if temperature == 0.6 and len(asked) < 6:
-            raise KeyboardInterrupt
-        n = len(questions)
-        return replace(rollout_of([[1]] * n, [[1, 2]] * n), questions=questions)
-
-    def train(argv, reward):
-        cfg = sums.train_math.parse_settings(argv)
-        trained.append(cfg)
-        folder = Path(cfg.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        shown = vars(cfg) | {"eps_low": cfg.clip_range()[0]}
-        write(folder / "metrics.jsonl", [{"step": 0, "settings": shown}])
-
-    monkeypatch.setattr(sums.train_math, "load", load)
-    ask = functools.partial(sums.train_math.evaluate, sample=sample)
-    monkeypatch.setattr(sums.train_math, "evaluate", ask)
-    monkeypatch.setattr(sums.train_math, "main", train)
-    command = [*flags, "--output_dir", str(tmp_path)]
-    with pytest.raises(KeyboardInterrupt):
-        sums.main(command)
-    sums.main(command)
-    trained_model = str(tmp_path / "training" / "model")
-    model = flags[1]
-    # The first question is asked twice after a model was loaded, because there is a trial.
-    assert asked == [model, 0.0, 0.0, 0.3, 0.6, model, 0.6, 0.6, 1.0, model, 0.0, 0.0,
-                     trained_model, 0.0, 0.0, 1.0, trained_model, 0.0, 0.0]
-    assert len(trained) == 2, "the run was resumed, and nothing was left to do"
-    sums.main(command)
-    assert asked[19:] == [model, model, trained_model, trained_model], "only their weights are read"
-    assert len(trained) == 2
-    assert trained[0].eps_low == 3e-2
-    assert trained[0].max_steps == 1
-    assert trained[0].dataset == str(tmp_path / "data")
-    assert trained[0].output_dir == str(tmp_path / "training")
-    for name, value in ("model", "x"), ("seed", "1"), ("algorithm", "grpo"), ("max_steps", "2"):
-        assert f"has another {name}" in one_line(sums.main, *command, f"--{name}", value)
-    other = tmp_path / "grpo"
-    other.mkdir()
-    shutil.copy(tmp_path / "before.jsonl", other)
-    asked.clear()
-    sums.main([*flags, "--output_dir", str(other), "--algorithm", "grpo", "--seed", "1"])
-    model_after = str(other / "training" / "model")
-    assert asked == [model, model, 0.0, 0.0, model_after, 0.0, 0.0, 1.0, model_after, 0.0, 0.0]
-    assert trained[2].clip_range()[0] == 0.2, "GRPO has its own range"
+        assert [row["temperature"] for row in files[when]] == asked
+    (start, _) = read(tmp_path / "training" / "metrics.jsonl")
+    assert start["settings"]["eps_low"] == 3e-2
+    assert "other values of seed" in one_line(sums.main, *flags, "--seed", "1")
+    monkeypatch.setattr(sums.evaluate.train_math, "evaluate", None)  # must not be called
+    sums.main(flags)
+    for when, rows in files.items():
+        assert read(tmp_path / f"{when}.jsonl") == rows
 
 
 # ---- the small world of the lesson ---------------------------------------------------------------

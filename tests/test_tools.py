@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import train_math
-from evidence import compare, learning_rates, rounding
+from evidence import compare, rounding
 from evidence import sums as evidence_sums
 from homework import find_the_bug
 from lesson import seeds
 from tests.conftest import SMALL, one_line, parity_reward, sums, write_jsonl
 from tools import answers, evaluate, logs, plot, warm_up
-from tools.logs import accuracy_text, paired, read
+from tools.logs import mean_difference, mean_text, paired, read
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 # ---- logs.py -------------------------------------------------------------------------------------
@@ -102,8 +102,15 @@ def test_compares_answers_to_the_same_questions():
     assert paired(before, before) == (0, (0, 0), 1)
 
 
-def test_accuracy_has_wilsons_interval():
-    assert accuracy_text([0, 1, 0, 0]) == "25.0% (4.6% to 69.9%)"
+def test_a_mean_has_wilsons_interval_and_a_difference_student_s():
+    assert mean_text([0, 1, 0, 0]) == "25.0% (4.6% to 69.9%)"
+    shared = [0.7, 0.1, 0.5, 0.9, 0.3, 0.2]
+    more = [share + 0.01 * gain for share, gain in zip(shared, (1, 2, 3, 4, 5, 6))]
+    assert mean_difference(more, shared) == "+3.5 ± 2.0"  # 2.571 * 1.871 / sqrt(6) = 1.96
+    assert mean_difference(more, shared, narrowest=3) == "+3.5 ± 3.0*"
+    assert mean_difference([0.2], [0.21]) == "-1.0"
+    with pytest.raises(ValueError):
+        mean_difference(more, shared[:5])
 
 
 @pytest.fixture
@@ -403,7 +410,7 @@ class TestSamples:
 
 @pytest.mark.parametrize("command", [
     "plot", "warm_up", "pack", "unpack", "seeds", "find_the_bug", "bug_log", "compare",
-    "learning_rates", "rounding", "sums"])
+    "rounding", "sums"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
         command, tmp_path, monkeypatch, flags):
     blocked = tmp_path / "file" / "out"
@@ -412,8 +419,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr(plot, "draw", nothing)
     monkeypatch.setattr(torch.optim.AdamW, "step", nothing)
     monkeypatch.setattr(train_math, "load", nothing)
-    for module in seeds, learning_rates:
-        monkeypatch.setattr(module, "LOG", blocked)
+    monkeypatch.setattr(seeds, "LOG", blocked)
     argv = {
         "plot": (plot, [tmp_path, "--output", blocked]),
         "warm_up": (warm_up, ["--steps", "1", "--output_dir", blocked]),
@@ -422,8 +428,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
         "seeds": (seeds, ["report"]),
         "find_the_bug": (find_the_bug, ["--handout", blocked, "--shuffle", "1", "--seed", "1"]),
         "bug_log": (find_the_bug, ["--all"]),
-        "compare": (compare, ["all", "--log", blocked]),
-        "learning_rates": (learning_rates, []),
+        "compare": (compare, ["world", "--log", blocked]),
         "rounding": (rounding, ["--gsm8k", "x", "--output_dir", blocked]),
         "sums": (evidence_sums, ["--output_dir", str(blocked), "--device", "cpu"]),
     }

@@ -1,4 +1,4 @@
-"""Logs as .jsonl files, one JSON object per line, and 95% confidence intervals.
+"""Logs as .jsonl files, one JSON object per line; 95% confidence intervals; tables in Markdown.
 
     python -m tools.logs pack FOLDER FILE      all .jsonl files below FOLDER, in one FILE
     python -m tools.logs unpack FILE FOLDER    the files again
@@ -20,7 +20,8 @@ from pathlib import Path
 
 from train_math import wilson
 
-STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # models: the t of a 95% interval
+STUDENT = {  # number of values: the t of a 95% interval
+    2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
 
 
 def contents(path):
@@ -128,22 +129,10 @@ def unpack(path, folder):
         write(file, rows)
 
 
-# ---- intervals -----------------------------------------------------------------------------------
+# ---- intervals and tables ------------------------------------------------------------------------
 
-# Most functions take lists of values, one for each question: 1 (or True) for a correct answer,
-# otherwise 0 (or False). mean_difference takes accuracies, one for each starting model.
-
-
-def accuracy(values):
-    """(fraction of correct answers, lower end, upper end) with Wilson's 95% interval."""
-    correct = sum(values)
-    low, high = wilson(correct, len(values))
-    return correct / len(values), low, high
-
-
-def accuracy_text(values):
-    """For example "73.8% (68.1% to 78.8%)"."""
-    return mean_text(values)
+# `mean_text` and `paired` take lists of values, one for each question: 1 (or True) for a correct
+# answer, otherwise 0 (or False). `mean_difference` takes accuracies, one for each starting model.
 
 
 def mean_text(values, form=".1%"):
@@ -187,12 +176,6 @@ def paired(before, after):
     return difference, (difference - half, difference + half), p
 
 
-def gain_text(before, after):
-    """The paired difference, for example "+14.1% (95%: +8.4% to +19.7%), p = 3e-06"."""
-    difference, (low, high), p = paired(before, after)
-    return f"{difference:+.1%} (95%: {low:+.1%} to {high:+.1%}), p = {p:.2g}"
-
-
 def mean_difference(accuracies, others, narrowest=0):
     """The mean paired difference of two variants' accuracies, in points, with the half width of
     Student's 95% interval: "+5.1 ± 4.6". An interval that was widened to `narrowest` has a star."""
@@ -202,6 +185,13 @@ def mean_difference(accuracies, others, narrowest=0):
         half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
         text += f" ± {max(half, narrowest):.1f}" + "*" * (half < narrowest)
     return text
+
+
+def markdown(titles, rows):
+    """A table. Each row has a cell for each title."""
+    lines = [f"| {' | '.join(map(str, row))} |\n" for row in (titles, *rows)]
+    lines.insert(1, "|---" * len(titles) + "|\n")
+    return "".join(lines)
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -95,16 +95,12 @@ def tiny_tokenizer(characters=CHARACTERS):
 def tiny_model(tokenizer, seed):
     """The model with random weights."""
     torch.manual_seed(seed)
-    config = Qwen3Config(intermediate_size=192, num_hidden_layers=2, **tiny_settings(tokenizer))
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+        tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return Qwen3ForCausalLM(config).eval()
-
-
-def tiny_settings(tokenizer):
-    """The settings that this model shares with the mixture of experts in evidence/parts.py."""
-    return dict(
-        vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
 
 # ---- the command ---------------------------------------------------------------------------------

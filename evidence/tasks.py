@@ -1,21 +1,18 @@
-"""The tasks of the comparisons, and the losses that their variants replace in train_math.py.
-
-tests/test_evidence.py tests each of them.
-
-In the code and the logs of these experiments, a gate is the clipping rule: it decides which tokens
-or responses are clipped.
+"""The tasks of the comparisons: their questions, their reward, and the supervised training of tiny
+models before RL, which makes the starting models.
 """
 import random
 import re
+from collections import namedtuple
+from functools import partial
 
 import torch
 
 import train_math
-from gspo import _log_ratio, _loss, _token_mean, sequence_ratio
 from lesson import tiny
 from tools.warm_up import supervise
 
-# ---- tasks: questions, and the supervised training of a model before RL --------------------------
+# ---- questions and rewards -----------------------------------------------------------------------
 
 LABELS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -151,28 +148,44 @@ def short_cold_start(model, tokenizer, seed):
         right = sampled_reward(model, tokenizer, probe, 40)
 
 
-# ---- losses -------------------------------------------------------------------------------------
+# ---- the tasks -----------------------------------------------------------------------------------
+
+COMMON = dict(output_dir=None, device="cpu", instruction="", prompts_per_step=16, group_size=8,
+              minibatches=4, rollout_rows=128, micro_batch_tokens=10**6, max_steps=12)
+CHAINS = {30: (3, 5), 60: (7, 11), 120: (16, 22), 200: (28, 36)}  # tokens: steps
+
+# teach(model, tokenizer, seed) trains a model with random weights before RL, and the result is a
+# starting model. questions(seed, n) returns questions, also for the seeds "held out" and "probe".
+# settings: the settings of train_math.py that differ from COMMON.
+Task = namedtuple("Task", "teach questions settings")
 
 
-def surrogate(weight, gate, cap=None, negatives=1.0):
-    """A loss that separates the two roles of the importance ratio: the weight, which multiplies a
-    token's gradient, and the gate, which decides whether the token is clipped.
+def chains(least=20, most=32):
+    """A task with chains of `least` to `most` sums of 6 tokens."""
+    return Task(
+        partial(long_cold_start, least=least, most=most),
+        partial(long_questions, least=least, most=most),
+        dict(max_completion_length=6 * most + 18, learning_rate=3e-4),
+    )
 
-    The gradient of token t of response i is multiplied by w_{i,t} A_i / |y_i|, or by 0 if the ratio
-    of the gate is outside the clip range. weight and gate are "token", "sequence" or "one" (a ratio
-    that is always 1). (token, token) has GRPO's gradient (Eq. 12), and (sequence, sequence) has
-    GSPO's (Eq. 10). The values of the losses differ from theirs.
-    cap: the largest weight. negatives: a factor for every A < 0."""
-    def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
-        with torch.no_grad():
-            token = _log_ratio(log_probs, old_log_probs, mask).exp()
-            sequence = sequence_ratio(log_probs, old_log_probs, mask)[:, None].expand_as(token)
-            ratios = {"token": token, "sequence": sequence, "one": torch.ones_like(token)}
-            a = advantages[:, None]
-            above = (a > 0) & (ratios[gate] > 1 + eps_high)
-            below = (a < 0) & (ratios[gate] < 1 - eps_low)
-            pushed = a.where(a > 0, negatives * a)
-            pushed = ratios[weight].clamp(max=cap or torch.inf) * pushed
-            coefficient = pushed.masked_fill(above | below, 0)
-        return _loss(_token_mean(coefficient * log_probs, mask), denominator)
-    return loss
+
+TASKS = {
+    "long": chains(),
+    "short": Task(
+        short_cold_start,
+        short_questions,
+        dict(max_completion_length=40, learning_rate=8e-5),
+    ),
+    # The lesson's small world: lesson/tiny.py makes its models.
+    "world": Task(
+        None,
+        world_questions,
+        dict(max_completion_length=108, learning_rate=3e-4, group_size=16, minibatches=8,
+             max_steps=16, rollout_rows=256),
+    ),
+}
+TASKS |= {f"{tokens} tokens": chains(*steps) for tokens, steps in CHAINS.items()}
+
+
+def settings_of(task):
+    return train_math.Settings(**COMMON | TASKS[task].settings)
