@@ -23,6 +23,7 @@ TOP = Path(__file__).resolve().parents[1]
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # on the pages; the tests take a local model
 torch.set_num_threads(1)  # models this small are slower on several
 
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: is skipped unless -m is given")
 
@@ -302,21 +303,3 @@ def whole(command, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run(command, folder)
     return folder
-
-
-class PretendedCuda(str):
-    """A name of the CPU that torch accepts, and whose type is "cuda" for all who ask."""
-
-    type = "cuda"
-
-
-@pytest.fixture
-def pretend_cuda(monkeypatch):
-    """A function that makes a model say that it is on a CUDA device."""
-
-    def pretend(model):
-        device = property(lambda self: PretendedCuda("cpu"))
-        monkeypatch.setattr(type(model), "device", device, raising=False)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    return pretend

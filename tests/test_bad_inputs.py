@@ -1,21 +1,29 @@
-"""Wrong inputs of a user. Each ends the program with one line that says what to look at.
+"""Wrong inputs of a user: settings, models, saved states, and functions of the user's own.
 
-A row of the table is the input, a function that prepares it in an empty folder and returns flags,
-and the words that the line must contain.
+Each ends the program, or the call, with one line that says what to look at. Data sets that are
+refused are in test_data.py.
 """
 
+import functools
 import json
-import shutil
+import math
+import re
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+import gspo
 import support.saving
 import train_math
 from gspo import gspo_loss
+from test_gspo import RANGE, example
 from tests.conftest import (
+    QUESTIONS,
     at_call,
+    check,
+    encoded,
     names_in,
     one_line,
     parity_reward,
@@ -25,8 +33,50 @@ from tests.conftest import (
     train,
     write_jsonl,
 )
-from tools import save_model
 from tools.warm_up import tiny_model, tiny_tokenizer
+
+# ---- settings ------------------------------------------------------------------------------------
+
+ABOVE_0 = ("rollout_rows", "prompts_per_step", "max_steps", "save_steps", "micro_batch_tokens",
+           "epochs", "minibatches", "max_completion_length", "temperature", "eps_low", "eps_high")
+
+
+@pytest.mark.parametrize("flags, word", [
+    *((f"--{name} 0", f"--{name} 0") for name in ABOVE_0),
+    ("--group_size 1", "--group_size 1"),
+    ("--group_siz 4", "there is no flag --group_siz; see --group_size"),
+    ("--learningrate=1", "there is no flag --learningrate=1; see --learning_rate"),
+    ("--zzz 4", "there is no flag --zzz; see --help"),
+    ("--prompts_per_step 6", "--minibatches"),
+    ("--learning_rate nan", "nan"),
+    ("--learning_rate -1", "--learning_rate"),
+    ("--eps_low 1.5", "eps_low 1.5"),
+    ("--eps_low 0.9997", "0.9997"),
+    ("--eps_high inf", "--eps_high"),
+    ("--eval_size -1", "--eval_size"),
+    ("--seed -1", "--seed"),
+    ("--seed 99999999999999999", "--seed"),
+    ("stray", "stray"),
+])
+def test_a_wrong_setting_is_named(flags, word):
+    line = one_line(train_math.main, *flags.split())
+    assert line.startswith("train_math.py: settings: ") and word in line
+
+
+@pytest.mark.parametrize("algorithm, changes, words", [
+    ("own", {"eps_low": 1.5}, "eps_low 1.5"),
+    ("GSPO", {}, "GSPO is none of gspo, "),
+    *(("own", {"ratio": ratio}, f"ratio={ratio!r}.*'sequence' or 'token'")
+      for ratio in ("tokens", "Token", "", None)),
+])
+def test_a_wrong_algorithm_is_named(monkeypatch, algorithm, changes, words):
+    row = train_math.ALGORITHMS["gspo"]._replace(**changes)
+    monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
+    with pytest.raises(ValueError, match=words):
+        settings(algorithm=algorithm)
+
+
+# ---- what the flags name -------------------------------------------------------------------------
 
 
 def old_setting(folder):
@@ -47,60 +97,30 @@ def half_a_state(folder):
     return []
 
 
-def two_files_of_one_part(folder):
-    write_jsonl(folder / "train.jsonl", sums(9))
-    (folder / "train.csv").write_text("question,answer\n1+1?,2\n")
-    return ["--dataset", str(folder)]
+def full_disk(folder):
+    (folder / "run" / "partial").symlink_to("/dev/full")
+    return []
 
 
 def flag(name, value):
     return lambda folder: [f"--{name}", value]
 
 
-def dataset(name, content, encoding="utf-8"):
-    """A dataset file with this content."""
+def model_with(change=None, tokenizer=True, template=None):
+    """A folder with the tiny model and a change of its weights, or without its tokenizer."""
 
     def prepare(folder):
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content, encoding=encoding)
-        return ["--dataset", str(path if path.parent == folder else path.parent)]
-
-    return prepare
-
-
-def rows(*changed):
-    return "".join(json.dumps(row) + "\n" for row in [*sums(3), *changed])
-
-
-def full_disk(folder):
-    (folder / "run" / "partial").symlink_to("/dev/full")
-    return []
-
-
-def no_tokenizer(folder):
-    tiny_model(tiny_tokenizer(), 0).save_pretrained(folder / "model")
-    return ["--model", str(folder / "model")]
-
-
-def only_a_template(folder):
-    flags = no_tokenizer(folder)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (folder / "model" / "chat_template.jinja").write_text(template)
-    return flags
-
-
-def model_with(change):
-    """The tiny model with a change of its weights."""
-
-    def prepare(folder):
-        tokenizer = tiny_tokenizer()
-        for part in tiny_model(tokenizer, 0), tokenizer:
-            part.save_pretrained(folder / "model")
-        weights = load_file(folder / "model" / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
-        return ["--model", str(folder / "model")]
+        path = folder / "model"
+        tiny_model(tiny_tokenizer(), 0).save_pretrained(path)
+        if tokenizer:
+            tiny_tokenizer().save_pretrained(path)
+        if template:
+            (path / "chat_template.jinja").write_text(template)
+        if change:
+            weights = load_file(path / "model.safetensors")
+            change(weights)
+            save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return ["--model", str(path)]
 
     return prepare
 
@@ -110,59 +130,269 @@ def long_question(folder):
     return ["--dataset", write_jsonl(folder / "q.jsonl", questions)]
 
 
-BAD_INPUTS = {
+PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+INPUTS = {
     "a device that this machine lacks": (flag("device", "mps"), ["--device mps"]),
     "a dataset file that is not there": (
         flag("dataset", "nowhere.csv"), ["nowhere.csv", "no such file"]),
-    "a folder without a train file": (
-        dataset("data/test.jsonl", rows()), ["there is no train part with rows", "{'test': 3}"]),
-    "a line that is not JSON": (
-        dataset("q.jsonl", rows() + "{'question': 1}\n" + rows()), ["q.jsonl", "line 4"]),
-    "a file in another encoding": (
-        dataset("q.csv", "question,answer\nWie groß?,1\n", "latin-1"),
-        ["q.csv", "not in UTF-8. Save it as 'CSV UTF-8'"]),
-    "a file with semicolons": (
-        dataset("q.csv", "question;answer\nWie, was?;1\n"), ["q.csv", "Save it with commas"]),
-    "a file of another kind": (dataset("q.txt", rows()), ["must end in .jsonl, .json, .csv"]),
-    "a number instead of a row": (
-        dataset("q.jsonl", '{"question": "?", "answer": "1"}\n5\n'), ["row 2", "5"]),
-    "other names of columns": (
-        dataset("q.jsonl", '{"problem": "?", "solution": "1"}\n'), ["row 1 needs a question"]),
-    "a list of numbers": (dataset("q.json", "[1, 2]"), ["q.json", "form"]),
-    "a csv row with a cell too many": (
-        dataset("q.csv", "question,answer\nHow many, then?,1\nWho?,2\n"), ["row 1", "form"]),
-    "a csv row with a cell too few": (
-        dataset("q.csv", "question,topic,answer\nHow many?,1\n"), ["row 1", "form"]),
-    "rows with other columns": (
-        dataset("q.jsonl", rows({"question": "?", "answer": "1", "level": 2})),
-        ["row 4 has other columns than row 1", "level"]),
-    "two files of one part": (two_files_of_one_part, ["train.csv", "train.jsonl"]),
     "a state of another version": (old_setting, ["old_flag"]),
     "a state of another program": (state_of_another_program, ["state.pt cannot be read"]),
     "a damaged state": (half_a_state, ["--output_dir", "state.pt cannot be read"]),
-    "an empty cell": (
-        dataset("q.csv", "question,answer\nHow many?,1\n,2\nWho?,3\n"),
-        ["row 2", "needs a question"]),
-    "a parquet file that is none": (dataset("q.parquet", "text"), ["q.parquet", "arquet"]),
+    "a file as output_dir": (flag("output_dir", __file__), ["--output_dir", "bad_inputs.py: "]),
+    "a full disk": (full_disk, ["partial", "is the disk full?"]),
     "a prompt that is too long": (long_question, ["up to 513 tokens", "How many figs"]),
     "a model folder that is not there": (flag("model", "no/where"), ["--model no/where "]),
-    "a file as output_dir": (flag("output_dir", __file__), ["--output_dir", "bad_inputs.py: "]),
-    "a model without its tokenizer": (no_tokenizer, ["chat_template"]),
+    "a model without its tokenizer": (model_with(tokenizer=False), ["chat_template"]),
     "a model with a chat template and no tokenizer": (
-        only_a_template, ["tokenizer files are missing"]),
+        model_with(tokenizer=False, template=PLAIN), ["tokenizer files are missing"]),
     "a missing weight": (
         model_with(lambda weights: weights.pop("model.norm.weight")),
         ["--model", "1 weights are missing", "model.norm.weight"]),
     "a weight that is NaN": (
-        model_with(lambda weights: weights["model.norm.weight"].fill_(float("nan"))),
+        model_with(lambda weights: weights["model.norm.weight"].fill_(math.nan)),
         ["--model", "not finite"]),
-    "a full disk": (full_disk, ["partial", "is the disk full?"]),
 }
 
-BAD_ANSWERS = {  # for the default reward
-    "a fraction": (dataset("q.jsonl", rows({"question": "?", "answer": "1/2"})), ["row 4 "]),
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_an_input_that_cannot_be_used_ends_in_one_line(command, tmp_path, monkeypatch, name):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    prepare, words = INPUTS[name]
+    line = refused(command, tmp_path / "run", *prepare(tmp_path))
+    for word in words:
+        assert word in line
+
+
+KILLED = {"runs/k/state.pt": ""}
+ADAPTER = {"adapter/adapter_config.json": '{"base_model_name_or_path": "lesson/another/model"}'}
+
+
+@pytest.mark.parametrize("name, files, has_peft, words", [
+    ("{}/nowhere/model", {}, False, "there is no folder {}/nowhere/model"),
+    ("./model", {}, False, "there is no folder ./model"),
+    ("runs/mine/model", {}, False, "there is no folder runs/mine/model"),
+    ("~/model", {}, False, "there is no folder ~/model"),
+    ("runs/k/model", KILLED, False, "ended before it wrote its model"),
+    ("runs/k", KILLED, False, "python -m tools.save_model runs/k"),
+    ("{}/runs/k", KILLED, False, "tools.save_model {}/runs/k"),
+    ("runs", KILLED, False, "has no config.json. The model of a run is in its folder `model`"),
+    ("adapter", ADAPTER, False, "adapter holds a LoRA adapter, which needs the package peft"),
+    ("adapter", ADAPTER, True, "there is no folder lesson/another/model"),
+])
+def test_a_folder_without_a_model_is_refused_for_what_it_is(
+        command, tmp_path, monkeypatch, name, files, has_peft, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: has_peft or None)
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    line = refused(command, tmp_path / "run", "--model", name.format(tmp_path))
+    assert line.startswith("train_math.py: --model ") and words.format(tmp_path) in line
+
+
+def test_several_processes_are_refused_with_the_recipe(command, tmp_path, monkeypatch):
+    for number, words in [
+            ("2", "'Several processes' in guides/recipes.md"), ("16", "'Several processes'"),
+            ("1", "--model no/where"), ("", "--model no/where")]:
+        monkeypatch.setenv("WORLD_SIZE", number)
+        assert words in refused(command, tmp_path / "run", "--model", "no/where")
+        assert (tmp_path / "run").exists() is (number in ("1", ""))
+
+
+# ---- models and chat templates that the trial refuses --------------------------------------------
+
+
+def template(text):
+    def change(model, tokenizer):
+        tokenizer.chat_template = text
+    return change
+
+
+def does_not_know(place):
+    def refuse(*arguments, **more):
+        raise TypeError("unexpected keyword 'cache'")
+
+    def change(model, tokenizer):
+        setattr(model, place, refuse)
+    return change
+
+
+def forward(fault):
+    """The model's forward pass is fault(forward, its inputs)."""
+    def change(model, tokenizer):
+        model.forward = lambda forward=model.forward, **inputs: fault(forward, inputs)
+    return change
+
+
+def doubled(forward, inputs):
+    out = forward(**inputs)
+    out.logits = out.logits * 2
+    return out
+
+
+def forgetful(forward, inputs):
+    return forward(**inputs | {"cache": transformers.DynamicCache()})
+
+
+def blind_to_padding(forward, inputs):
+    return forward(**inputs | {"attention_mask": None, "position_ids": None})
+
+
+def one_token_too_few(model, tokenizer):
+    prompts = encoded(tokenizer)
+    model.resize_token_embeddings(max(map(max, prompts)))
+
+
+def no_end(model, tokenizer):
+    tokenizer.eos_token = model.generation_config.eos_token_id = None
+
+
+def nan(model, tokenizer):
+    model.lm_head.weight.data[5] = math.nan
+
+
+def no_hidden_states(model, tokenizer):
+    """Another model."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, intermediate_size_mlp=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_local_experts=2, max_position_embeddings=256, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return transformers.Llama4ForCausalLM(config).eval()
+
+
+def config(name, value):
+    """Such models cap or scale their logits. Small logits, as in the trial, show no effect."""
+    def change(model, tokenizer):
+        setattr(model.config, name, value)
+    return change
+
+
+def frozen_in(dtype):
+    """As with a LoRA adapter in float32 over such weights."""
+    def change(model, tokenizer):
+        for name, parameter in model.named_parameters():
+            parameter.data *= 2
+            if "norm" not in name:
+                parameter.data = parameter.data.to(dtype)
+                parameter.requires_grad_(False)
+        for module in model, model.model, model.lm_head:
+            module.forward = torch.autocast("cpu", dtype)(module.forward)
+    return change
+
+
+DROPS = "drops the text of the question"
+DIFFER = "log-probs of eight sampled tokens differ by "
+UNFIT = {
+    "no system role": (template("{{ raise_exception('no system role') }}"), "the chat template"),
+    "parts of a message": (
+        template("{% for m in messages %}{{ m.content[0].text.strip() }}{% endfor %}"),
+        "the chat template"),
+    "no such function": (template("{{ no_function() }}"), "the chat template"),
+    "half a template": (template("{% for m in messages %}{{ m.content }}"), "the chat template"),
+    "no tools": (template("{{ tools | length }}"), "the chat template"),
+    "a sum": (template("{{ 1 + messages[0].content }}"), "the chat template"),
+    "one text": (template("Hello"), DROPS),
+    "roles": (template("{% for m in messages %}{{ m.role }}{% endfor %}"), DROPS),
+    "characters": (
+        template("{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}1"
+                 "{% endfor %}"), DROPS),
+    "no decoder": (does_not_know("get_decoder"), "forward pass .*unexpected keyword"),
+    "no cache": (does_not_know("forward"), "its cache .*unexpected keyword"),
+    "no hidden states": (no_hidden_states, "last_hidden_state"),
+    "another head": (forward(doubled), DIFFER),
+    "another cache": (forward(forgetful), DIFFER),
+    "another padding": (forward(blind_to_padding), DIFFER),
+    "one token too few": (one_token_too_few, "they are not a pair"),
+    "no end": (no_end, "neither the tokenizer nor the model has an end token"),
+    "NaN": (nan, DIFFER + "nan"),
+    "Gemma 2": (config("final_logit_softcapping", 30.0), "final_logit_softcapping"),
+    "Granite": (config("logits_scaling", 8.0), "logits_scaling"),
+    "Cohere": (config("logit_scale", 0.5), "logit_scale"),
+    "bfloat16": (lambda model, _: model.bfloat16(), "the model is in torch.bfloat16.*float32"),
+    "frozen": (lambda model, _: model.requires_grad_(False), "frozen"),
+    "frozen in bfloat16": (frozen_in(torch.bfloat16), "Weights in torch.bfloat16 round too much"),
+    "frozen in float16": (frozen_in(torch.float16), "Weights in torch.float16 round too much"),
 }
-BAD_PARTS = {
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_model_that_does_not_fit_is_refused_in_the_trial(tiny, name):
+    change, words = UNFIT[name]
+    model, tokenizer = tiny
+    model = change(model, tokenizer) or model
+    for questions in QUESTIONS, QUESTIONS[::-1]:
+        torch.manual_seed(0)
+        with pytest.raises(ValueError, match=words):
+            check(model, tokenizer, questions)
+
+
+@pytest.mark.parametrize("name", ["frozen", "bfloat16"])
+def test_a_model_that_cannot_be_trained_is_refused_by_train(fresh, name):
+    change, words = UNFIT[name]
+    change(*fresh)
+    with pytest.raises(ValueError, match=words):
+        train(fresh)
+
+
+@pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1], QUESTIONS[:1]])
+def test_models_that_fit_pass_the_trial(fresh, questions):
+    for value in None, 1.0:
+        config("logits_scaling", value)(*fresh)
+        fresh[0].frozen = torch.nn.Parameter(torch.ones(1).bfloat16(), requires_grad=False)
+        check(*fresh, questions, settings(instruction=""))
+
+
+def test_a_template_that_ends_turns_with_another_token_gives_a_note(fresh, capsys):
+    model, tokenizer = fresh
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}# {% endfor %}"
+    check(model, tokenizer)
+    assert "note" not in capsys.readouterr().out, "# is no special token"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["#"]})
+    token = tokenizer.convert_tokens_to_ids("#")
+    check(model, tokenizer)
+    words = f"ends a turn with '#', which does not end a response. Add {token} to eos_token_id"
+    assert words in capsys.readouterr().out
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, token]
+    check(model, tokenizer)
+    assert "note" not in capsys.readouterr().out
+
+
+# ---- functions of the user's own -----------------------------------------------------------------
+
+
+def a_reward_that_raises(prompts, completions, **columns):
+    return json.loads("no JSON")  # raises in json, but this line is named
+
+
+def returns(value):
+    def faulty_reward(**columns):
+        return value
+    words = [f"faulty_reward returned {value!r}", "2 finite numbers"]
+    return {"reward": faulty_reward}, [*words, "a trial of "]
+
+
+def logs(name):
+    def reward(prompts, completions, log_metric, **columns):
+        log_metric(name, 1)
+        return parity_reward(prompts, completions)
+    return {"reward": reward}, [f"the name {name} is taken", "a trial of "]
+
+
+RAISES = a_reward_that_raises.__code__
+OWN = {
+    **{f"rewards {value!r}": returns(value) for value in (
+        None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0],
+        [[1.0], [1.0]], ["good", "good"], "01", {0: 1.0, 1: 0.0}, {0.0, 1.0})},
+    **{f"a metric {name}": logs(name)
+       for name in ("reward", "step", "entropy", "notes", "eval_mine")},
+    "a reward that raises": (
+        {"reward": a_reward_that_raises},
+        [f"in {__file__}, line {RAISES.co_firstlineno + 1}", "a trial of ",
+         "the reward function a_reward_that_raises raised JSONDecodeError("]),
+    "a reward with other arguments": (
+        {"reward": lambda prompts, answers: [0.0]}, ["unexpected keyword argument"]),
     "a list of rewards": ({"reward": [parity_reward]}, ["list", "callable"]),
     "one response too few": (
         {"generate": lambda *arguments: [part[:-1] for part in train_math.generate(*arguments)]},
@@ -173,43 +403,18 @@ BAD_PARTS = {
     "too little memory": (
         {"generate": at_call(1, None, torch.OutOfMemoryError("CUDA out of memory."))},
         ["CUDA out of memory", "--micro_batch_tokens", "--rollout_rows"]),
+    **{f"{name} that fails": ({name: at_call(1, None, OSError("in the part"))}, ["in the part"])
+       for name in ("encode_prompts", "generate", "response_log_probs")},
 }
 
 
-@pytest.mark.parametrize("name", [*BAD_INPUTS, *BAD_ANSWERS, *BAD_PARTS])
-def test_bad_input_or_a_bad_part_ends_in_one_line(command, tmp_path, monkeypatch, name):
-    (tmp_path / "run").mkdir()
-    monkeypatch.chdir(tmp_path)
-    prepare, words = {**BAD_INPUTS, **BAD_ANSWERS, **BAD_PARTS}[name]
-    parts = {"reward": train_math.correctness_reward if name in BAD_ANSWERS else parity_reward}
-    flags = []
-    if name in BAD_PARTS:
-        parts |= prepare
-    else:
-        flags = prepare(tmp_path)
-    line = refused(command, tmp_path / "run", *flags, **parts)
+@pytest.mark.parametrize("name", OWN)
+def test_a_faulty_part_ends_in_one_line_before_the_long_work(command, tmp_path, name):
+    parts, words = OWN[name]
+    line = refused(command, tmp_path / "a", **parts)
+    assert line.startswith("train_math.py: ") and names_in(tmp_path / "a") == {"lock"}
     for word in words:
         assert word in line
-
-
-def test_a_wrong_name_of_a_part_is_answered_with_the_right_ones(command, fresh):
-    words = "no part loss. The parts are reward, load, .*A loss is an entry of ALGORITHMS"
-    with pytest.raises(TypeError, match=words):
-        train_math.main(command, loss=parity_reward)
-    with pytest.raises(TypeError, match=words):
-        train(fresh, loss=parity_reward)
-
-
-def mean_of_micro_batch(log_probs, old, advantages, mask, low, high, denominator):
-    return gspo_loss(log_probs, old, advantages, mask, low, high)
-
-
-def partly_divided(*arguments):
-    return gspo_loss(*arguments) - 0.1 * arguments[0].mean()
-
-
-def twice_divided(*arguments):
-    return gspo_loss(*arguments) / arguments[-1]
 
 
 HALF = "with twice the denominator, it is not half"
@@ -217,109 +422,56 @@ HALF = "with twice the denominator, it is not half"
 
 @pytest.mark.parametrize("loss, error, words", [
     (lambda log_probs, *rest: log_probs.sum(1), SystemExit, "the loss must be one number"),
-    (lambda log_probs, old, advantages, mask, *rest: -log_probs.mean(), SystemExit, HALF),
-    (mean_of_micro_batch, SystemExit, HALF),
-    (partly_divided, SystemExit, HALF),
-    (twice_divided, SystemExit, HALF),
+    (lambda log_probs, *rest: -log_probs.mean(), SystemExit, HALF),
+    (lambda *arguments: gspo_loss(*arguments[:-1]), SystemExit, HALF),
+    (lambda *arguments: gspo_loss(*arguments) - 0.1 * arguments[0].mean(), SystemExit, HALF),
+    (lambda *arguments: gspo_loss(*arguments) / arguments[-1], SystemExit, HALF),
     (lambda log_probs, *rest: log_probs.my_name, AttributeError, "my_name"),
 ])
-def test_a_wrong_loss_is_noticed_before_any_step(
-    command, tmp_path, own_loss, loss, error, words
-):
-    """An error in the user's own code keeps its traceback."""
+def test_a_wrong_loss_is_noticed_before_any_step(command, tmp_path, own_loss, loss, error, words):
     own_loss(loss)
     with pytest.raises(error, match=words):
         train_math.main([*command, "--output_dir", str(tmp_path / "run")], parity_reward)
     assert names_in(tmp_path / "run") == {"lock"}
 
 
-@pytest.mark.parametrize("name", ["q.csv", "q.jsonl"])
-def test_a_file_may_have_the_byte_order_mark_of_windows_and_blank_lines(tmp_path, name):
-    text = "question,answer\n1+1?,2\n" if name == "q.csv" else rows() + "\n  \n"
-    (tmp_path / name).write_text(text, encoding="utf-8-sig")
-    questions, _ = train_math.load_questions(settings(dataset=str(tmp_path / name), eval_size=0))
-    assert questions == ([{"question": "1+1?", "answer": "2"}] if name == "q.csv" else sums(3))
+def test_an_error_in_a_part_of_the_user_keeps_its_traceback(fresh):
+    with pytest.raises(AttributeError, match="my_name"):
+        check(*fresh, encode_prompts=lambda tokenizer, questions, cfg: questions.my_name)
 
 
-def test_held_out_questions_that_are_trained_on_are_left_out_and_counted(tmp_path, capsys):
-    held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
-    held_out[0]["question"] += " "
-    for name, part in ("train", sums(6)), ("test", held_out), ("dev", held_out):
-        write_jsonl(tmp_path / f"{name}.jsonl", part)
-    found = train_math.load_questions(settings(dataset=str(tmp_path), eval_size=1))
-    assert found == (sums(6), [{"question": "new?", "answer": "1"}])
-    shown = capsys.readouterr().out
-    assert "2 held-out questions are left out" in shown
-    assert "these parts of the data are not used: validation" in shown
+def test_a_wrong_name_of_a_part_is_answered_with_the_right_ones(command, fresh):
+    words = "no part loss. The parts are reward, load, .*A loss is an entry of ALGORITHMS"
+    for call in functools.partial(train_math.main, command), functools.partial(train, fresh):
+        with pytest.raises(TypeError, match=words):
+            call(loss=parity_reward)
 
 
-# ---- folders of models ---------------------------------------------------------------------------
+# ---- gspo.py: test_gspo.py tests which arguments are refused, and this one the messages ----------
 
 
-def killed_run(folder):
-    (folder / "runs" / "k").mkdir(parents=True)
-    (folder / "runs" / "k" / "state.pt").touch()
+def zeros(*shapes):
+    return [torch.zeros(shape) for shape in shapes]
 
 
-def adapter(folder, base="Qwen/Qwen2.5-0.5B-Instruct"):
-    (folder / "adapter").mkdir()
-    text = json.dumps({"base_model_name_or_path": base})
-    (folder / "adapter" / "adapter_config.json").write_text(text)
+ONES = torch.ones(2)
+TWO = (2, 5), (2, 5)
 
 
-@pytest.mark.parametrize("name, prepare, words", [
-    ("{}/nowhere/model", None, ["there is no folder", "nowhere/model"]),
-    ("./model", None, ["there is no folder ./model"]),
-    ("runs/mine/model", None, ["there is no folder runs/mine/model"]),
-    ("~/model", None, ["there is no folder ~/model"]),
-    ("runs/k/model", killed_run, ["ended before it wrote its model", "tools.save_model runs/k"]),
-    ("runs/k", killed_run, ["ended before it wrote its model", "tools.save_model runs/k"]),
-    ("{}/runs/k", killed_run, ["tools.save_model {}/runs/k"]),
-    ("runs", killed_run, ["has no config.json", "in its folder `model`"]),
-    ("adapter", adapter, ["LoRA adapter", "peft"]),
+@pytest.mark.parametrize("message, function, arguments", [
+    ("pass mask == 0", gspo.gspo_loss, [*example()[:3], -1e9 * ~example()[3]]),
+    ("instead of 0.9997 pass 0.0003", gspo.gspo_loss, [*example(), 0.9997, 1.0004]),
+    ("eps_low 1.5 must be above 0", gspo.gspo_loss, [*example(), 1.5, -1]),
+    ("denominator must be above 0", gspo.gspo_loss, [*example(), *RANGE, -2]),
+    ("denominator must be above 0", gspo.gspo_loss, zeros((0, 3), (0, 3), (0,), (0, 3))),
+    ("instead of 1.0004 pass 0.0004", gspo.clipped_objective, [ONES, ONES, 0.2, 1.0004]),
+    ("not the bound", gspo.clipped_objective, [ONES, ONES, 0.2, 1.1]),
+    ("not a list", gspo.group_advantages, [[1.0, 0.0], 2]),
+    ("rewards (2, 2)", gspo.group_advantages, [*zeros((2, 2)), 2]),
+    ("logits (2, 5, 9), tokens (2, 7)", gspo.token_log_probs, zeros((2, 5, 9), (2, 7))),
+    ("mask (1, 5)", gspo.sequence_ratio, zeros(*TWO, (1, 5))),
+    ("advantages (3,), mask (2, 5)", gspo.gspo_loss, zeros(*TWO, (3,), (2, 5))),
 ])
-def test_a_folder_without_a_model_is_refused_for_what_it_is(
-        command, tmp_path, monkeypatch, name, prepare, words):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    if prepare:
-        prepare(tmp_path)
-    line = refused(command, tmp_path / "run", "--model", name.format(tmp_path))
-    for word in words:
-        assert word.format(tmp_path) in line
-    assert line.startswith("train_math.py: --model ")
-
-
-def test_an_adapter_names_its_base_that_is_not_there(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    adapter(tmp_path, "lesson/another/model")
-    line = refused(command, tmp_path / "run", "--model", str(tmp_path / "adapter"))
-    assert "there is no folder lesson/another/model" in line
-
-
-def test_several_processes_are_refused_with_the_recipe(command, tmp_path, monkeypatch):
-    for number in "1", "":
-        monkeypatch.setenv("WORLD_SIZE", number)
-        folder = str(tmp_path / f"x{number}")
-        train_math.main([*command, "--max_steps", "1", "--output_dir", folder])
-    for number in "2", "16":
-        monkeypatch.setenv("WORLD_SIZE", number)
-        assert "'Several processes' in guides/recipes.md" in refused(command, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-# ---- the model of a killed run -------------------------------------------------------------------
-
-
-def test_the_model_of_the_last_save_of_a_killed_run_can_be_written(command, whole, tmp_path):
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    shutil.copy(whole / "state.pt", folder)
-    save_model.main([str(folder)])
-    for path in (whole / "model").iterdir():
-        assert (folder / "model" / path.name).read_bytes() == path.read_bytes()
-    assert "no such" in str(one_line(save_model.main, tmp_path / "none")).lower()
-    state = torch.load(folder / "state.pt")
-    state["model"]["lora_A"] = state["model"].pop("model.norm.weight")
-    torch.save(state, folder / "state.pt")
-    assert "do not fit the model" in one_line(save_model.main, folder)
+def test_a_message_of_the_maths_says_what_was_found_and_what_to_do(message, function, arguments):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function(*arguments)

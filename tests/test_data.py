@@ -1,4 +1,4 @@
-"""Data sets as people have them, and chat templates and models that do not fit the script."""
+"""Data sets as people have them: which are read or refused, and which questions are held out."""
 
 import io
 import json
@@ -7,22 +7,23 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
-import transformers
 
+import support.questions
 import train_math
-from support.rewards import RewardError, score
-from tests.conftest import parity_reward, settings, sums
-from tools.warm_up import tiny_model, tiny_tokenizer
+from tests.conftest import parity_reward, refused, settings, sums
 
 ROWS = sums(15)
 HELD_OUT = (6, 12, 13)  # of 15 rows in one file
 SPLIT = [row for i, row in enumerate(ROWS) if i not in HELD_OUT], [ROWS[i] for i in HELD_OUT]
-LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 
 
 def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def csv(rows):
+    cells = [f"{row['question']},{row['answer']}\n" for row in rows]
+    return "question,answer\n" + "".join(cells)
 
 
 def parquet(rows):
@@ -41,24 +42,38 @@ def two_answers():
 
 
 def write(folder, files):
+    """The path of the data: that of a file q.*, or that of the folder."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return folder
+    return path if path.name.startswith("q") else folder
 
 
-def load(path):
-    return train_math.load_questions(settings(dataset=str(path), eval_size=3))
+def load(path, reward=None, **changes):
+    return train_math.load_questions(settings(dataset=str(path), **changes), reward)
 
 
 TRAIN = lines(ROWS[:12])
 TEST = lines(ROWS[12:])
+FILES = {
+    "lines": {"q.jsonl": lines(ROWS)},
+    "a list": {"q.json": json.dumps(ROWS)},
+    "a list after white space": {"q.json": "\ufeff\r\n " + json.dumps(ROWS, indent=2)},
+    "lines in .json": {"q.json": lines(ROWS)},
+    "a byte order mark and blank lines": {"q.jsonl": "\ufeff" + lines(ROWS) + "\n  \n"},
+    "commas": {"q.csv": csv(ROWS)},
+    "a byte order mark": {"q[0].csv": "\ufeff" + csv(ROWS)},
+    "capitals": {"q.CSV": csv(ROWS)},
+    "a table": {"q.parquet": parquet(ROWS)},
+}
 FOLDERS = {
     "metadata files": {"train.jsonl": TRAIN, "test.jsonl": TEST, "dataset_infos.json": "{}"},
     "hidden files": {"train.jsonl": TRAIN, "test.jsonl": TEST, "._train.jsonl": b"\0\5"},
     "the name of the data": {"sums_train.jsonl": TRAIN, "sums-test.jsonl": TEST},
+    "two kinds": {"train.csv": csv(ROWS[:12]), "validation.parquet": parquet(ROWS[12:])},
     "val": {"train.jsonl": TRAIN, "val.jsonl": TEST},
+    "test and validation": {"train.jsonl": TRAIN, "test.jsonl": TEST, "dev.jsonl": TRAIN},
     "the old name of a part": {"Training.JSONL": TRAIN, "valid.jsonl": TEST},
     "shards": {
         "train-00000-of-00002.parquet": parquet(ROWS[:6]),
@@ -68,30 +83,64 @@ FOLDERS = {
         "data/train-00000-of-00001.parquet": parquet(ROWS[:12]),
         "data/test-00000-of-00001.parquet": parquet(ROWS[12:])},
 }
-REFUSED = {
+REFUSED = {  # with the default reward: the files, and the words of the line
+    "no train file": ({"test.jsonl": TEST}, ["there is no train part with rows", "{'test': 3}"]),
     "several data sets": (
-        {"main/train.jsonl": TRAIN, "socratic/train.jsonl": TRAIN}, r"Add one of .*main.*socratic"),
-    "two files of one part": ({"dev.jsonl": TRAIN, "val.csv": TRAIN}, r"dev\.jsonl and val\.csv"),
-    "a pointer": ({"train.parquet": LFS_POINTER}, r"train\.parquet.*git lfs pull"),
-    "a damaged file": ({"train.parquet": "no"}, r"train\.parquet"),
+        {"main/train.jsonl": TRAIN, "socratic/train.jsonl": TRAIN},
+        ["Add one of these folders: ['main', 'socratic']"]),
+    "two files of one part": (
+        {"dev.jsonl": TRAIN, "val.csv": TRAIN}, ["dev.jsonl and val.csv are the same part"]),
+    "a pointer": (
+        {"train.parquet": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"},
+        ["train.parquet", "git lfs pull"]),
+    "a damaged file": ({"train.parquet": "no"}, ["train.parquet", "arquet file"]),
     "a test row without an answer": (
         {"train.jsonl": TRAIN, "test.jsonl": TEST + lines([{"question": "?", "answer": "x"}])},
-        "test: row 4 needs"),
+        ["test: row 4 needs a question"]),
     "a test line that is not JSON": (
-        {"train.jsonl": TRAIN, "test.jsonl": TEST + "{\n"}, r"test\.jsonl: line 4.*on one line"),
+        {"train.jsonl": TRAIN, "test.jsonl": TEST + "{\n"}, ["test.jsonl: line 4", "on one line"]),
+    "a line that is not JSON": ({"q.jsonl": TEST + "{'a': 1}\n" + TEST}, ["q.jsonl: line 4"]),
+    "another encoding": (
+        {"q.csv": csv([{"question": "Wie groß?", "answer": 1}]).encode("latin-1")},
+        ["q.csv", "not in UTF-8. Save it as 'CSV UTF-8'"]),
+    "semicolons": ({"q.csv": "question;answer\nWie, was?;1\n"}, ["q.csv", "Save it with commas"]),
+    "another kind": ({"q.txt": TRAIN}, ["must end in .jsonl, .json, .csv"]),
+    "a number instead of a row": ({"q.jsonl": TEST + "5\n"}, ["row 4", "5"]),
+    "other names of columns": (
+        {"q.jsonl": '{"problem": "?", "solution": "1"}\n'}, ["row 1 needs a question"]),
+    "a list of numbers": ({"q.json": "[1, 2]"}, ["q.json: row 1", "form"]),
+    "a cell too many": ({"q.csv": csv(ROWS[:2]) + "How many, then?,1\n"}, ["row 3", "form"]),
+    "a cell too few": ({"q.csv": "question,topic,answer\nHow many?,1\n"}, ["row 1", "form"]),
+    "an empty cell": ({"q.csv": csv(ROWS[:1]) + ",2\n"}, ["row 2 needs a question"]),
+    "a fraction": (
+        {"q.jsonl": TEST + lines([{"question": "?", "answer": "1/2"}])}, ["row 4 needs a"]),
+    "rows with other columns": (
+        {"q.jsonl": TEST + lines([ROWS[0] | {"level": 2}])},
+        ["row 4 has other columns than row 1", "level"]),
+    "a column twice": ({"q.csv": "question,answer,answer\n1+1?,2,3\n"}, ["have one name"]),
+    "a column twice in a line": (
+        {"q.jsonl": TEST + '{"question": "?", "answer": "2", "answer": "3"}\n'},
+        ["q.jsonl: line 4: two columns have one name"]),
+    "a column twice in a list": (
+        {"q.json": '[{"question": "?", "answer": "2", "answer": "3"}]'},
+        ["q.json: two columns have one name"]),
+    "a column twice in a table": ({"q.parquet": two_answers()}, ["two columns have one name"]),
 }
-TWICE = {
-    "q.csv": "question,answer,answer\n1+1?,2,3\n",
-    "q.jsonl": TRAIN + '{"question": "?", "answer": "2", "answer": "3"}\n',
-    "q.json": '[{"question": "?", "answer": "2", "answer": "3"}]',
-    "q.parquet": two_answers(),
-}
+for name in "cut", "completions", "prompts", "completion_ids", "step":
+    rows = [row | {name: 1} for row in ROWS]
+    REFUSED[f"a column {name}"] = {"q.jsonl": lines(rows)}, [f"rename the columns ['{name}']"]
 
 
-class TestFolders:
+class TestData:
+    @pytest.mark.parametrize("name", FILES)
+    def test_in_a_file_are_read(self, tmp_path, name):
+        assert load(write(tmp_path, FILES[name]), eval_size=3) == SPLIT
+
     @pytest.mark.parametrize("name", FOLDERS)
-    def test_are_read(self, tmp_path, name):
-        assert load(write(tmp_path, FOLDERS[name])) == (ROWS[:12], ROWS[12:])
+    def test_in_a_folder_are_read(self, tmp_path, name):
+        for size in 0, 2, 3:
+            expected = ROWS[:12], ROWS[12:12 + size]
+            assert load(write(tmp_path, FOLDERS[name]), eval_size=size) == expected
 
     def test_of_save_to_disk_are_read(self, tmp_path):
         parts = {"train": datasets.Dataset.from_list(ROWS[:12]),
@@ -99,144 +148,38 @@ class TestFolders:
         datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
         datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
         assert load(tmp_path / "both") == (ROWS[:12], ROWS[12:])
-        assert load(tmp_path / "one") == SPLIT
+        assert load(tmp_path / "one", eval_size=3) == SPLIT
+
+    def test_on_the_hub_are_asked_for_by_their_name(self, monkeypatch):
+        """No test asks the hub itself."""
+        asked = []
+
+        def load_dataset(*what):
+            asked.append(what)
+            return {"train": sums(6), "test": sums(9)[6:]}
+
+        monkeypatch.setattr(support.questions, "load_dataset", load_dataset)
+        for name in {}, {"dataset": "some/maths"}:
+            found = train_math.load_questions(settings(eval_size=2, **name))
+            assert found == (sums(6), sums(8)[6:])
+        assert asked == [("openai/gsm8k", "main"), ("some/maths",)]
 
     @pytest.mark.parametrize("name", REFUSED)
-    def test_are_refused_with_the_place_and_the_remedy(self, tmp_path, name):
+    def test_are_refused_with_the_place_and_the_remedy(self, command, tmp_path, name):
         files, words = REFUSED[name]
-        with pytest.raises(ValueError, match=words):
-            load(write(tmp_path, files))
+        (tmp_path / "data").mkdir()
+        path = write(tmp_path / "data", files)
+        line = refused(command, tmp_path / "run", "--dataset", path,
+                       reward=train_math.correctness_reward)
+        for word in words:
+            assert word in line
 
-    @pytest.mark.parametrize("files", [{"test.jsonl": ""}, {"test.csv": "question,answer\n"}])
-    def test_with_an_empty_test_file_give_a_note(self, tmp_path, capsys, files):
-        assert load(write(tmp_path, {"train.jsonl": TRAIN, **files})) == (ROWS[:12], [])
-        assert "note: the test part has no rows" in capsys.readouterr().out
-
-
-class TestFiles:
-    @pytest.mark.parametrize("start", ["\n", "\ufeff\r\n ", " "])
-    @pytest.mark.parametrize("indent", [None, 2])
-    def test_with_a_json_list_may_begin_with_white_space(self, tmp_path, start, indent):
-        write(tmp_path, {"q.json": start + json.dumps(ROWS, indent=indent)})
-        assert load(tmp_path / "q.json") == SPLIT
-
-    @pytest.mark.parametrize("name", TWICE)
-    def test_with_two_columns_of_one_name_are_refused(self, tmp_path, name):
-        write(tmp_path, TWICE)
-        with pytest.raises(ValueError, match=rf"{name}: .*two columns have one name"):
-            load(tmp_path / name)
-
-    @pytest.mark.parametrize("column", ["cut", "completions", "prompts"])
-    def test_with_a_column_that_hides_an_argument_are_refused(self, column):
-        with pytest.raises(RewardError, match=rf"rename the columns \['{column}'\]"):
-            score(parity_reward, [sums(1)[0] | {column: "1"}], ["#### 2"], cut=[False])
-
-
-class Template:
-    """A tokenizer with this chat template, and a tiny model."""
-
-    def __init__(self, text):
-        self.tokenizer = tiny_tokenizer()
-        self.tokenizer.chat_template = text
-        self.model = tiny_model(self.tokenizer, 0)
-
-    def try_it(self, model=None, **changes):
-        parts = {name: changes.pop(name) for name in list(changes) if name == "encode_prompts"}
-        train_math.check_model(
-            model or self.model, self.tokenizer, sums(3), settings(**changes),
-            train_math.Parts(parity_reward, **parts), train_math.ALGORITHMS)
-
-
-PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-
-
-class TestTemplates:
-    @pytest.mark.parametrize("text", [
-        "{{ raise_exception('no system role') }}",
-        "{% for m in messages %}{{ m.content[0].text.strip() }}{% endfor %}",
-        "{{ no_function() }}",
-        "{% for m in messages %}{{ m.content }}",
-        "{{ tools | length }}",
-        "{{ 1 + messages[0].content }}",
-    ])
-    def test_that_fail_are_named(self, text):
-        with pytest.raises(ValueError, match="the chat template"):
-            Template(text).try_it()
-
-    @pytest.mark.parametrize("text", [
-        "Hello", "{% for m in messages %}{{ m.role }}{% endfor %}",
-        "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}1{% endfor %}",
-    ])
-    def test_that_drop_the_question_are_refused(self, text):
-        with pytest.raises(ValueError, match="drops the text of the question"):
-            Template(text).try_it()
-
-    def test_an_error_of_your_own_function_keeps_its_traceback(self):
-        def encode_prompts(tokenizer, questions, cfg):
-            return questions.my_name
-
-        with pytest.raises(AttributeError, match="my_name"):
-            Template(PLAIN).try_it(encode_prompts=encode_prompts)
-
-    def test_get_an_empty_system_prompt_only_if_it_was_asked_for(self):
-        text = "{% if messages[0].role != 'system' %}default{% endif %}" + PLAIN
-        tokenizer = Template(text).tokenizer
-        for system, is_default in (None, True), ("", False), ("Be brief.", False):
-            cfg = settings(system=system)
-            prompt = train_math.encode_prompts(tokenizer, sums(1), cfg)[0]
-            assert tokenizer.decode(prompt).startswith("default") == is_default
-
-    def test_that_end_turns_with_another_token_give_a_note(self, capsys):
-        case = Template("{% for m in messages %}{{ m.content }}# {% endfor %}")
-        case.try_it()
-        assert "note" not in capsys.readouterr().out, "# is no special token"
-        case.tokenizer.add_special_tokens({"additional_special_tokens": ["#"]})
-        token = case.tokenizer.convert_tokens_to_ids("#")
-        case.try_it()
-        words = f"ends a turn with '#', which does not end a response. Add {token} to eos_token_id"
-        assert words in capsys.readouterr().out
-        case.model.generation_config.eos_token_id = [case.tokenizer.eos_token_id, token]
-        case.try_it()
-        assert "note" not in capsys.readouterr().out
-
-
-class TestModels:
-    @pytest.mark.parametrize("place", ["get_decoder", "forward"])
-    def test_that_do_not_fit_are_named(self, monkeypatch, place):
-        case = Template(PLAIN)
-
-        def wrong(*arguments, **more):
-            raise TypeError("unexpected keyword 'cache'")
-
-        monkeypatch.setattr(case.model, place, wrong)
-        with pytest.raises(ValueError, match="(cache|forward pass).*unexpected keyword"):
-            case.try_it()
-
-    def test_without_hidden_states_are_named(self):
-        case = Template(PLAIN)
-        torch.manual_seed(0)
-        config = transformers.Llama4TextConfig(
-            vocab_size=len(case.tokenizer), hidden_size=32, intermediate_size=64,
-            intermediate_size_mlp=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, num_local_experts=2, max_position_embeddings=256,
-            bos_token_id=None, eos_token_id=case.tokenizer.eos_token_id,
-            pad_token_id=case.tokenizer.pad_token_id)
-        with pytest.raises(ValueError, match="last_hidden_state"):
-            case.try_it(transformers.Llama4ForCausalLM(config).eval())
-
-    def test_are_saved_with_the_rope_theta_that_transformers_4_reads(self, tmp_path):
-        case = Template(PLAIN)
-        case.model.config.rope_parameters["rope_theta"] = 5e5
-        for part in case.model, case.tokenizer:
-            part.save_pretrained(tmp_path / "one")
-        model, _ = train_math.load(str(tmp_path / "one"), "cpu")
-        model.save_pretrained(tmp_path / "two")
-        config = json.loads((tmp_path / "two" / "config.json").read_text())
-        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
-        ids = torch.tensor([[5, 6, 7]])
-        with torch.no_grad():
-            again = train_math.load(str(tmp_path / "two"), "cpu")[0](ids).logits
-            assert torch.equal(model(ids).logits, again)
+    @pytest.mark.parametrize("ending", ["jsonl", "csv"])
+    def test_keep_answers_as_they_are_written(self, tmp_path, ending):
+        answers = ["26", "007", "NA", "TRUE", "null", "2024-01-02", ""]
+        rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        path = write(tmp_path, {f"q.{ending}": (csv if ending == "csv" else lines)(rows)})
+        assert load(path, parity_reward, eval_size=0) == (rows, [])
 
 
 def tickets(*counts):
@@ -246,28 +189,27 @@ def tickets(*counts):
     return [{"question": f"Ticket {i}?", "answer": answer} for i, answer in enumerate(answers)]
 
 
-def split_of(folder, rows, name="q.csv", **changes):
-    write(folder, {name: lines(rows)} if name.endswith("l") else {
-        name: "question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows)})
-    cfg = settings(**{"dataset": str(folder / name), "eval_size": 512} | changes)
-    return train_math.load_questions(cfg, parity_reward)
+def split_of(folder, rows, eval_size=512, **changes):
+    return load(write(folder, {"q.csv": csv(rows)}), parity_reward, eval_size=eval_size, **changes)
 
 
-class TestHeldOut:
+class TestHeldOutQuestions:
     @pytest.mark.parametrize("counts", [(30, 30, 30), (40, 30, 20), (200, 100), (25, 25, 25, 25)])
-    def test_questions_of_a_sorted_file_have_all_answers(self, tmp_path, counts):
+    def test_of_a_sorted_file_have_all_answers(self, tmp_path, counts):
         rows = tickets(*counts)
         questions, held_out = split_of(tmp_path, rows)
         assert len(held_out) == len(rows) // 5
         assert sorted(questions + held_out, key=rows.index) == rows, "each row is used once"
         assert {row["answer"] for row in held_out} == {row["answer"] for row in rows}
 
-    def test_questions_are_the_same_for_each_seed_and_a_smaller_sample_is_a_part(self, tmp_path):
+    def test_are_the_same_for_each_seed_and_a_smaller_sample_is_a_part(self, tmp_path):
         rows = tickets(30, 30, 30)
-        split = split_of(tmp_path, rows)
-        assert split == split_of(tmp_path, rows, seed=7, name="q.jsonl")
-        few = split_of(tmp_path, rows, eval_size=5)[1]
-        assert len(few) == 5 and all(row in split[1] for row in few)
+        questions, held_out = split_of(tmp_path, rows)
+        assert split_of(tmp_path, rows, seed=7) == (questions, held_out)
+        for size in 0, 1, 5:
+            more, few = split_of(tmp_path, rows, size)
+            assert len(few) == size and len(more) == 90 - size
+            assert all(row in held_out for row in few)
 
     @pytest.mark.parametrize("counts, words", [
         ((30, 30, 30), "note: 18 questions are held out\n"),
@@ -277,9 +219,24 @@ class TestHeldOut:
                            "responses are correct, the 95% interval is 25% to 75%"),
         ((4, 4), "1 questions are held out. So few"),
     ])
-    def test_questions_are_counted_and_a_common_answer_or_a_small_number_is_noted(
+    def test_are_counted_and_a_common_answer_or_a_small_number_is_noted(
             self, tmp_path, capsys, counts, words):
         split_of(tmp_path, tickets(*counts))
         assert words in capsys.readouterr().out
-        split_of(tmp_path, tickets(*counts), eval_size=0)
+        split_of(tmp_path, tickets(*counts), 0)
         assert "is the answer" not in (shown := capsys.readouterr().out) and "few" not in shown
+
+    def test_that_are_trained_on_are_left_out_and_counted(self, tmp_path, capsys):
+        held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
+        held_out[0]["question"] += " "
+        parts = {"train": sums(6), "test": held_out, "dev": held_out}
+        write(tmp_path, {f"{name}.jsonl": lines(rows) for name, rows in parts.items()})
+        assert load(tmp_path, eval_size=1) == (sums(6), [{"question": "new?", "answer": "1"}])
+        shown = capsys.readouterr().out
+        assert "2 held-out questions are left out" in shown
+        assert "these parts of the data are not used: validation" in shown
+
+    @pytest.mark.parametrize("files", [{"test.jsonl": ""}, {"test.csv": "question,answer\n"}])
+    def test_that_are_missing_in_a_test_file_are_noted(self, tmp_path, capsys, files):
+        assert load(write(tmp_path, {"train.jsonl": TRAIN, **files})) == (ROWS[:12], [])
+        assert "note: the test part has no rows" in capsys.readouterr().out

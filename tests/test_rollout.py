@@ -1,14 +1,21 @@
-"""Sampling with train_math.py: both samplers, which of them is chosen, and the log-probs."""
+"""Sampling with train_math.py: both samplers, which of them is chosen, and the log-probs.
 
+On a CPU, an emulated CUDA graph records operations, and then replays them. As on a GPU, nothing
+that was recorded has run, each replay works on the same memory, and reading a value while recording
+is an error.
+"""
+
+import contextlib
 import copy
 import itertools
 import math
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train_math
 from support import cuda_sampling
@@ -31,28 +38,29 @@ SIZES = {
 }
 SLIDING = {"use_sliding_window": True, "max_window_layers": 1}
 GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256}
-KINDS = {  # the class of the model in transformers, and its settings
-    "Qwen2": ("Qwen2ForCausalLM", SIZES),
-    "Qwen3": ("Qwen3ForCausalLM", SIZES | {"head_dim": 8}),
-    "a long window": ("Qwen2ForCausalLM", SIZES | SLIDING | {"sliding_window": 128}),
-    "only windows": ("MistralForCausalLM", SIZES | {"sliding_window": 128}),
-    "GPT-2": ("GPT2LMHeadModel", GPT2_SIZES),
-    "a short window": ("Qwen2ForCausalLM", SIZES | SLIDING | {"sliding_window": 8}),
-    "Gemma 3": ("Gemma3ForCausalLM", SIZES | {"head_dim": 8, "sliding_window": 8}),
-    "LFM2": ("Lfm2ForCausalLM", SIZES | {"layer_types": ["conv", "full_attention"]}),
-    "CTRL": ("CTRLLMHeadModel", {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 2}),
-    "linear rope": ("LlamaForCausalLM", SIZES | {
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
-    "dynamic rope": ("LlamaForCausalLM", SIZES | {
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
-    "eager": ("Qwen2ForCausalLM", SIZES | {"attn_implementation": "eager"}),
+ROPE = {"rope_theta": 10000.0, "factor": 2.0}
+KINDS = {  # whether its cache can be static, the class of the model in transformers, its settings
+    "Qwen2": (True, "Qwen2ForCausalLM", SIZES),
+    "Qwen3": (True, "Qwen3ForCausalLM", SIZES | {"head_dim": 8}),
+    "a long window": (True, "Qwen2ForCausalLM", SIZES | SLIDING | {"sliding_window": 128}),
+    "only windows": (True, "MistralForCausalLM", SIZES | {"sliding_window": 128}),
+    "GPT-2": (True, "GPT2LMHeadModel", GPT2_SIZES),
+    "a short window": (False, "Qwen2ForCausalLM", SIZES | SLIDING | {"sliding_window": 8}),
+    "Gemma 3": (False, "Gemma3ForCausalLM", SIZES | {"head_dim": 8, "sliding_window": 8}),
+    "LFM2": (False, "Lfm2ForCausalLM", SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "CTRL": (False, "CTRLLMHeadModel", {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 2}),
+    "linear rope": (
+        True, "LlamaForCausalLM", SIZES | {"rope_parameters": ROPE | {"rope_type": "linear"}}),
+    "dynamic rope": (
+        False, "LlamaForCausalLM", SIZES | {"rope_parameters": ROPE | {"rope_type": "dynamic"}}),
+    "eager": (False, "Qwen2ForCausalLM", SIZES | {"attn_implementation": "eager"}),
 }
 
 
 def model_of(kind, seed=1):
     """(model, tokenizer): a small model of this kind with large random weights."""
     tokenizer = tiny_tokenizer()
-    name, changes = KINDS[kind]
+    _, name, changes = KINDS[kind]
     model_class = getattr(transformers, name)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(seed)
@@ -77,6 +85,106 @@ def assert_log_probs_of_the_update(
         n = len(response)
         assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=atol)
         assert (sampled[i, n:] == 0).all() and (log_probs[i][~batch.mask[i]] == 0).all()
+
+
+# ---- an emulated CUDA graph ----------------------------------------------------------------------
+
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default,
+         aten.masked_select.default, aten.equal.default, aten.lift_fresh.default}
+
+
+def tensors(*values):
+    return [leaf for leaf in tree_leaves(values) if torch.is_tensor(leaf)]
+
+
+def place(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations, and remembers them and the memory that they change."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+        self.before = {}  # place: (storage, a copy of it)
+
+    def __torch_dispatch__(self, operation, types, inputs=(), options=None):
+        if operation in READS:
+            raise RuntimeError(f"{operation} while a stream is capturing")
+        if operation._schema.is_mutable:
+            for tensor in tensors(inputs, options):
+                storage = tensor.untyped_storage()
+                self.before.setdefault(place(tensor), (storage, storage.clone()))
+        result = operation(*inputs, **options or {})
+        self.operations.append((operation, inputs, options or {}, result))
+        return result
+
+
+class Graph:
+    """Stands for torch.cuda.CUDAGraph."""
+
+    replays = 0
+
+    @torch.no_grad()
+    def replay(self):
+        Graph.replays += 1
+        for operation, inputs, options, result in self.operations:
+            again = operation(*inputs, **options)
+            given = {place(tensor) for tensor in tensors(inputs, options)}
+            for old, new in zip(tensors(result), tensors(again), strict=True):
+                if place(old) not in given:  # or else it was changed in place
+                    old.copy_(new)
+
+
+@contextlib.contextmanager
+def record(graph):
+    """Stands for torch.cuda.graph."""
+    random_state = torch.get_rng_state()
+    recorder = Recorder()
+    try:
+        with recorder:
+            yield
+    finally:
+        for storage, before in recorder.before.values():
+            storage.copy_(before)
+        torch.set_rng_state(random_state)
+    graph.operations = recorder.operations
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """CUDA's functions work on this CPU, and all tensors say that they are on a GPU."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(Graph, "replays", 0)
+
+
+class PretendedCuda(str):
+    """A name of the CPU that torch accepts, and whose type is "cuda" for all who ask."""
+
+    type = "cuda"
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch):
+    """A function that makes a model say that it is on a CUDA device."""
+
+    def pretend(model):
+        device = property(lambda self: PretendedCuda("cpu"))
+        monkeypatch.setattr(type(model), "device", device, raising=False)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    return pretend
+
+
+# ---- the samplers --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,8 +264,10 @@ class TestBothSamplers:
             assert responses[2 * k:2 * k + 2] == [ids[len(prompt):]] * 2
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
 
-    def test_read_each_prompt_once_and_finished_rows_leave_the_dynamic_one(
+    def test_read_each_prompt_once_and_do_no_work_for_finished_responses(
             self, model, prompts, shapes):
+        """They leave the batch of the dynamic one. The shapes of the static one are fixed, but it
+        stops when all responses have ended."""
         torch.manual_seed(0)
         responses, _ = dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         lengths = [len(response) for response in responses]
@@ -166,12 +276,10 @@ class TestBothSamplers:
         assert shapes == [(2, width), *((n, 1) for n in unfinished)] and unfinished[-1] < 16
         shapes.clear()
         static_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
-        assert shapes == [(2, width), *[(16, 1)] * 11], "the shapes are fixed"
-
-    def test_the_static_one_stops_when_all_responses_have_ended(self, model, prompts, shapes):
+        assert shapes == [(2, width), *[(16, 1)] * 11]
+        shapes.clear()
         responses, _ = static_rollout(model, prompts, 2, 100, 0.0, torch.arange(75))
-        assert [len(response) for response in responses] == [1] * 4
-        assert len(shapes) < 40
+        assert [len(response) for response in responses] == [1] * 4 and len(shapes) < 40
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
     def test_agree_on_a_gpu_where_the_static_one_replays_a_graph(self):
@@ -191,40 +299,115 @@ class TestBothSamplers:
             copied = cuda_sampling.copy_in(model, torch.float16).float()
             assert_log_probs_of_the_update(copied, prompts, 8, responses, sampled, 0.7, 0.05)
 
+    @pytest.mark.parametrize("kind", ["Qwen3", "LFM2", "GPT-2", "a short window"])
+    def test_score_as_the_update_does_whatever_the_model(self, kind):
+        """Responses end at different times. Cache, positions and rows must stay aligned. LFM2 has
+        convolutions, whose state is in the cache beside keys and values. GPT-2 has learned
+        positions, which count from the first token of the prompt and not of the padding. The last
+        one has a layer that sees only the last eight tokens."""
+        model, tokenizer = model_of(kind, seed=0)
+        prompts = encoded(tokenizer)
+        ends = torch.arange(1, 20)
+        for sampler in SAMPLERS if KINDS[kind][0] else SAMPLERS[:1]:
+            torch.manual_seed(0)
+            responses, sampled = sampler(model, prompts, 8, 12, 0.7, ends)
+            assert len({len(response) for response in responses}) > 3
+            assert sampled.shape == (16, 12) and not sampled.requires_grad
+            for response in responses:
+                assert response[-1] in ends or len(response) == 12
+                assert not set(response[:-1]) & set(ends.tolist())
+            assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
+        check(model, tokenizer, sums(4), settings(max_completion_length=40))
+        _, row = train((model, tokenizer), 4, max_steps=1, max_completion_length=40)
+        assert row["log_ratio_first_max"] == 0 < row["grad_norm"]
+
+
+class TestAReplayedGraph:
+    @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "a long window", "only windows", "GPT-2"])
+    def test_gives_the_tokens_of_the_dynamic_sampler(self, graphs, kind):
+        """In float32 all of them. In 16 bits, rounding may change a token of a random model."""
+        model, tokenizer = model_of(kind, seed=0)
+        arguments = encoded(tokenizer, [*THREE, *sums(4)]), 2, 20, 0.0, FREQUENT_ENDS
+        responses, log_probs = dynamic_rollout(model, *arguments)
+        found, its_log_probs = static_rollout(model, *arguments)
+        assert found == responses and torch.allclose(its_log_probs, log_probs, atol=1e-5)
+        assert Graph.replays >= 14
+        lengths = [len(response) for response in responses]
+        assert min(lengths) < 16 < max(lengths) == 20
+        for dtype in torch.float16, torch.bfloat16:
+            copied = cuda_sampling.copy_in(model, dtype)
+            found, its_log_probs = static_rollout(copied, *arguments)
+            assert len(found) == 14 and its_log_probs.isfinite().all()
+
+    def test_draws_fresh_numbers_and_a_seed_repeats_them(self, graphs, model, prompts):
+        runs = []
+        for seed in 0, 0, 1:
+            torch.manual_seed(seed)
+            runs.append(static_rollout(model, prompts, 8, 12, 0.7, FREQUENT_ENDS)[0])
+        assert runs[0] == runs[1] != runs[2] and Graph.replays > 0
+        assert len({tuple(response) for response in runs[0]}) > 8
+
+    def test_gives_responses_with_exact_ratios(self, graphs, fresh, pretend_cuda):
+        pretend_cuda(fresh[0])
+        rows = train(fresh, held_out=2, max_steps=2)
+        for row in rows[1:]:
+            assert row["log_ratio_first_max"] == 0 and 1e-6 < row["sampler_gap"] < 1e-2
+            assert "notes" not in row
+        assert Graph.replays > 10
+
+    @pytest.mark.parametrize("error, raised", [
+        (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), torch.OutOfMemoryError),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), ValueError),
+        (RuntimeError("a value was read while a stream is capturing"), None),
+    ])
+    def test_that_cannot_be_recorded_ends_the_run_or_is_left_out_if_cuda_is_intact(
+            self, graphs, model, prompts, monkeypatch, capsys, error, raised):
+        @contextlib.contextmanager
+        def fails(graph):
+            with record(graph):
+                yield
+            raise error
+
+        arguments = model, prompts, 2, 20, 0.0, torch.tensor([-1])
+        monkeypatch.setattr(torch.cuda, "graph", fails)
+        if raised:
+            with pytest.raises(raised):
+                static_rollout(*arguments)
+        else:
+            expected, _ = dynamic_rollout(*arguments)
+            for _ in range(2):
+                assert static_rollout(*arguments)[0] == expected
+            assert capsys.readouterr().out.count("note: sampling without a CUDA graph") == 1
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Which sampler was called, with which model and with which other arguments."""
+    chosen = []
+
+    def spy_on(name, original):
+        def spy(model, *arguments):
+            chosen.append((name, model, arguments))
+            return original(model, *arguments)
+
+        monkeypatch.setattr(cuda_sampling, f"{name}_rollout", spy)
+
+    spy_on("dynamic", dynamic_rollout)
+    spy_on("static", static_rollout)
+    return chosen
+
 
 class TestWhichSampler:
-    @pytest.mark.parametrize("kind, can", [
-        ("Qwen2", True), ("Qwen3", True), ("GPT-2", True), ("a long window", True),
-        ("only windows", True), ("a short window", False), ("Gemma 3", False), ("LFM2", False),
-        ("CTRL", False), ("eager", False), ("linear rope", True), ("dynamic rope", False),
-    ])
-    def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, kind, can):
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, monkeypatch, kind):
         model, _ = model_of(kind)
-        assert cache_can_be_static(model, 64) is can
+        assert cache_can_be_static(model, 64) is KINDS[kind][0]
         if kind == "a long window":
             assert cache_can_be_static(model, 128)
             assert not cache_can_be_static(model, 129)
-
-    def test_a_decoder_that_does_not_say_whether_it_can_be_captured_is_not(
-            self, model, monkeypatch):
         monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
-        assert not cache_can_be_static(model, 20)
-
-    @pytest.fixture
-    def chosen(self, monkeypatch):
-        """Which sampler was called, with which model and with which other arguments."""
-        chosen = []
-
-        def spy_on(name, original):
-            def spy(model, *arguments):
-                chosen.append((name, model, arguments))
-                return original(model, *arguments)
-
-            monkeypatch.setattr(cuda_sampling, f"{name}_rollout", spy)
-
-        spy_on("dynamic", dynamic_rollout)
-        spy_on("static", static_rollout)
-        return chosen
+        assert not cache_can_be_static(model, 64), "it does not say whether it can be captured"
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
     def test_on_cuda_it_is_the_static_one(
@@ -251,49 +434,30 @@ class TestWhichSampler:
             assert torch.equal(weight, before[weight_name]) and weight.dtype == torch.float32
 
     def test_a_short_window_needs_the_dynamic_one_on_cuda_too(self, chosen, pretend_cuda):
-        """Both for a short text, which fits into the window, and for a long one."""
+        """For a long text, and not for a short one, which fits into the window."""
         model, tokenizer = model_of("a short window")
         pretend_cuda(model)
-        train_math.generate(model, encoded(tokenizer), 2, 3, 0.0, FREQUENT_ENDS)
-        train_math.generate(model, [[5, 6], [7]], 2, 3, 0.0, FREQUENT_ENDS)
-        train_math.generate(model, [[5, 6], [7]], 2, 7, 0.0, FREQUENT_ENDS)
+        for prompts, length in (encoded(tokenizer), 3), ([[5, 6], [7]], 3), ([[5, 6], [7]], 7):
+            train_math.generate(model, prompts, 2, length, 0.0, FREQUENT_ENDS)
         assert [name for name, *_ in chosen] == ["dynamic", "static", "dynamic"]
 
-
-class TestPrecision:
-    """Which copy of the weights samples responses to train on, on CUDA."""
-
-    @staticmethod
-    def dtype_of(model, tokenizer, capsys):
-        """(the dtype that sampled, what was printed)"""
-        seen = []
-
-        def static(sampler, *arguments):
-            seen.append(next(sampler.parameters()).dtype)
-            return static_rollout(sampler, *arguments)
-
-        arguments = encoded(tokenizer), 2, 3, 1.0, torch.tensor([1])
-        with mock.patch.object(cuda_sampling, "static_rollout", static):
-            _, log_probs = train_math.generate(model, *arguments)
-        assert log_probs.isfinite().all()
-        return seen[-1], capsys.readouterr().out
-
-    def test_is_float32_if_both_are_far_from_it(self, tiny, pretend_cuda, capsys):
-        """All logits are large, and two of them differ by less than half precision can show."""
+    @pytest.mark.parametrize("case, dtypes", [
+        ("all is well", ["float16", "float16"]),
+        ("both are far from float32", ["float32", "float32"]),
+        ("float16 overflows in a response", ["float16", "bfloat16", "bfloat16"]),
+    ])
+    def test_the_weights_are_as_coarse_as_the_model_allows(
+            self, tiny, chosen, pretend_cuda, monkeypatch, capsys, case, dtypes):
+        """A precision that has failed is not tried again. In the second case, all logits are large,
+        and two of them differ by less than 16 bits can show. In the third one, the prompts show
+        nothing, but token 5 of a response makes float16 overflow."""
         model, tokenizer = tiny
         pretend_cuda(model)
-        with torch.no_grad():
+        if case == "both are far from float32":
             weight = torch.full_like(model.lm_head.weight, 1000)
             weight[8] += 0.24
             weight[9] -= 0.24
             model.lm_head.weight = torch.nn.Parameter(weight)
-        dtype, shown = self.dtype_of(model, tokenizer, capsys)
-        assert dtype == torch.float32 and shown.count("note:") == 2
-
-    def test_is_changed_if_a_logit_overflows_only_later(self, fresh, pretend_cuda, capsys):
-        """The prompts show nothing, but token 5 of a response makes float16 overflow."""
-        model, tokenizer = fresh
-        pretend_cuda(model)
 
         def overflows(sampler, cache, ids, mask, positions):
             logits = next_logits(sampler, cache, ids, mask, positions)
@@ -301,17 +465,39 @@ class TestPrecision:
                 logits = logits + math.inf
             return logits
 
-        with mock.patch.object(cuda_sampling, "next_logits", overflows):
-            dtype, shown = self.dtype_of(model, tokenizer, capsys)
-        assert dtype == torch.bfloat16 and "torch.float16" in shown
+        if case == "float16 overflows in a response":
+            monkeypatch.setattr(cuda_sampling, "next_logits", overflows)
+        for _ in range(2):
+            _, log_probs = train_math.generate(
+                model, encoded(tokenizer), 2, 3, 1.0, torch.tensor([1]))
+            assert log_probs.isfinite().all()
+        assert [f"torch.{name}" for name in dtypes] == [
+            str(next(sampler.parameters()).dtype) for _, sampler, _ in chosen]
+        failed = {"float16", "bfloat16", "float32"} - {"bfloat16", "float32", dtypes[-1]}
+        failed |= {"bfloat16"} if dtypes[-1] == "float32" else set()
+        shown = capsys.readouterr().out
+        assert shown.count("note:") == len(failed)
+        assert all(f"this model cannot sample in torch.{name}" in shown for name in failed)
 
-    def test_is_refused_if_no_precision_gives_numbers(self, fresh, pretend_cuda):
+    def test_no_precision_that_gives_no_numbers_is_accepted(self, fresh, pretend_cuda):
         model, tokenizer = fresh
         pretend_cuda(model)
         with torch.no_grad():
             model.lm_head.weight[5] = math.nan
         with pytest.raises(FloatingPointError, match="not finite"):
             train_math.generate(model, encoded(tokenizer), 2, 3, 1.0, torch.tensor([1]))
+
+    @pytest.mark.parametrize("gib, tokens", [
+        (10.9, 512), (13.9, 512), (14.7, 1024), (21.9, 1024), (22, 2048), (31.9, 2048),
+        (39.4, 4096), (44.3, 8192), (139, 8192),
+    ])
+    def test_the_micro_batch_fits_the_memory_of_the_gpu(self, monkeypatch, gib, tokens):
+        properties = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        assert settings(device="cuda").micro_batch_tokens == tokens
+        assert settings(device="cuda", micro_batch_tokens=7).micro_batch_tokens == 7
+        assert settings(device="cpu").micro_batch_tokens == 1024
 
 
 class TestSample:
@@ -360,16 +546,19 @@ class TestSample:
         more = ends if isinstance(ends, list) else [ends] if ends else []
         assert asked == sorted({tokenizer.eos_token_id, *more})
 
-    def test_asks_through_the_chat_template_with_the_instruction_and_the_system_prompt(self):
+    @pytest.mark.parametrize("system, begin", [
+        (None, "default "), ("", ""), ("Be kind.", "system Be kind.")])
+    def test_asks_through_the_chat_template_with_the_instruction_and_the_system_prompt(
+            self, system, begin):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = (
-            "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
-            "{% if add_generation_prompt %}A{% endif %}"
+            "{% if messages[0].role != 'system' %}default {% endif %}"
+            "{% for m in messages %}{% if m.content %}{{ m.role }} {{ m.content }}{% endif %}"
+            "{% endfor %}{% if add_generation_prompt %}A{% endif %}"
             "{% if enable_thinking is false %} now{% endif %}")
-        for system, begin in (None, ""), ("Be kind.", "system Be kind."):
-            cfg = settings(instruction="Say #### 1", system=system)
-            (ids,) = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
-            assert tokenizer.decode(ids) == begin + "user How?\nSay #### 1A now"
+        cfg = settings(instruction="Say #### 1", system=system)
+        (ids,) = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
+        assert tokenizer.decode(ids) == begin + "user How?\nSay #### 1A now"
 
 
 class TestLogProbs:
@@ -445,33 +634,3 @@ class TestLogProbs:
             for i, ids, advantage in zip(batch.indices, batch.ids.tolist(), batch.advantages):
                 assert (prompts[i] + responses[i] + [0] * 99)[:len(ids)] == ids
                 assert advantage == advantages[i]
-
-
-class TestModels:
-    @pytest.mark.parametrize("kind, sampler", [
-        ("Qwen3", dynamic_rollout),
-        ("Qwen3", static_rollout),
-        ("LFM2", dynamic_rollout),
-        ("GPT-2", dynamic_rollout),
-        ("GPT-2", static_rollout),
-        ("a short window", dynamic_rollout),
-    ])
-    def test_sample_and_score_alike_and_train(self, kind, sampler):
-        """Responses end at different times. Cache, positions and rows must stay aligned. LFM2 has
-        convolutions, whose state is in the cache beside keys and values. GPT-2 has learned
-        positions, which count from the first token of the prompt and not of the padding. The last
-        one has a layer that sees only the last eight tokens."""
-        model, tokenizer = model_of(kind, seed=0)
-        prompts = encoded(tokenizer)
-        ends = torch.arange(1, 20)
-        torch.manual_seed(0)
-        responses, sampled = sampler(model, prompts, 8, 12, 0.7, ends)
-        assert len({len(response) for response in responses}) > 3
-        assert sampled.shape == (16, 12) and not sampled.requires_grad
-        for response in responses:
-            assert response[-1] in ends or len(response) == 12
-            assert not set(response[:-1]) & set(ends.tolist())
-        assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
-        check(model, tokenizer, sums(4), settings(max_completion_length=40))
-        _, row = train((model, tokenizer), 4, max_steps=1, max_completion_length=40)
-        assert row["log_ratio_first_max"] == 0 < row["grad_norm"]

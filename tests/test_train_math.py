@@ -1,6 +1,7 @@
-"""train_math.py: data, training, evaluation, resuming, the command line, models that are refused.
+"""train_math.py: the updates of a step, evaluation, models, and functions of the user's own.
 
-Further tests of it are in test_answers, test_rollout, test_bad_inputs and test_own_task.
+Sampling is tested in test_rollout, what a run writes in test_runs, and what is refused in
+test_bad_inputs. The specification of the maths is test_gspo.py.
 """
 
 import contextlib
@@ -9,95 +10,34 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import shutil
-import signal
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import datasets
 import pytest
 import torch
 import transformers
-from filelock import FileLock
 
+import gspo
 import support.metrics
-import support.questions
 import train_math
-from gspo import group_advantages, gspo_loss
+from gspo import group_advantages
 from support.rewards import TAKEN
+from support.sampling import check_rollout
+from test_gspo import RANGE, example
 from tests.conftest import (
     QUESTIONS,
-    assert_same,
-    at_call,
+    block,
     check,
     constant_reward,
-    contents,
-    names_in,
-    one_line,
     parity_reward,
-    refused,
     rollout_of,
-    run,
     settings,
     sums,
     train,
+    weights_of,
     without_clocks,
-    write_jsonl,
 )
 from tests.test_rollout import model_of
-from tools.logs import paired, read
-
-
-def load_questions(path, reward=None, **changes):
-    return train_math.load_questions(settings(dataset=str(path), **changes), reward)
-
-
-def write_rows(path, rows):
-    kind = path.suffix[1:].lower().replace("jsonl", "json")
-    getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(path)
-
-
-class TestDataset:
-    @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "CSV"])
-    def test_that_is_a_file_holds_out_at_most_a_fifth(self, tmp_path, ending):
-        path = tmp_path / f"q.{ending}"
-        write_rows(path, sums(14))
-        for size, n in (0, 0), (1, 1), (2, 2), (99, 2):
-            questions, held_out = load_questions(path, eval_size=size)
-            assert sorted(questions + held_out, key=sums(14).index) == sums(14)
-            assert len(held_out) == n
-
-    @pytest.mark.parametrize("ending, parts", [
-        ("jsonl", ["train", "test"]),
-        ("parquet", ["train", "validation"]),
-        ("csv", ["train", "validation", "test"]),
-    ])
-    def test_that_is_a_folder_holds_out_its_test_or_else_its_validation_file(
-            self, tmp_path, ending, parts):
-        rows = sums(12)
-        for i, name in enumerate(parts):
-            write_rows(tmp_path / f"{name}.{ending}", rows[4 * i:4 * i + 4])
-        last = rows[:4 * len(parts)][-4:]
-        for size in 0, 2, 4:
-            assert load_questions(tmp_path, eval_size=size) == (rows[:4], last[:size])
-
-    def test_on_the_hub_is_asked_for_by_its_name(self, monkeypatch):
-        """No test asks the hub itself."""
-        asked = []
-        parts = {"train": sums(9)[:6], "test": sums(9)[6:]}
-
-        def load_dataset(*what):
-            asked.append(what)
-            return parts
-
-        monkeypatch.setattr(support.questions, "load_dataset", load_dataset)
-        assert train_math.load_questions(settings(eval_size=2)) == (sums(6), sums(8)[6:])
-        parts = {"train": sums(10)}
-        questions, held_out = load_questions("some/maths")
-        assert len(held_out) == 2 and all(row in sums(10) for row in questions + held_out)
-        assert asked == [("openai/gsm8k", "main"), ("some/maths",)]
+from tools.logs import read
+from tools.warm_up import tiny_model, tiny_tokenizer
 
 
 def brute_force_loss(algorithm, model, prompts, responses, advantages, old_log_probs, temperature):
@@ -235,26 +175,21 @@ class TestTraining:
         assert row["seconds"] > row["seconds_rollout"] > 0
         assert "log_ratio_first_max is not 0" in row["notes"][0]
 
-    @pytest.mark.parametrize("steps, mean", [(1, None), (2, 0)])
-    def test_have_no_deviation_of_fewer_than_two_responses(self, steps, mean):
-        batch = train_math.MicroBatch(rollout_of([[1]], [[2, 3]]), torch.ones(1), [0], "cpu")
-        batch.old_log_probs = torch.zeros(1, 2)
-        batch.is_on_policy = True
-        updates = [[(batch, torch.zeros(1, 2), 0.0)]] * steps
-        row = train_math.update_metrics(updates, [1.0], "sequence", (3e-4, 4e-4))
-        assert row["log_ratio_mean"] == mean and row["log_ratio_std"] is None
+    def test_keeps_the_weights_at_a_learning_rate_of_0(self, fresh):
+        before = weights_of(fresh[0])
+        for row in train(fresh, learning_rate=0, epochs=2, max_steps=2)[1:]:
+            assert row["log_ratio_first_max"] == row["log_ratio_mean"] == row["log_ratio_std"] == 0
+            assert row["grad_norm"] > 0
+        assert torch.equal(before, weights_of(fresh[0]))
 
-    def test_keeps_the_weights_if_all_rewards_are_equal_and_says_so(
-            self, command, world, tmp_path, capsys):
-        rows = run(command, tmp_path / "a", reward=constant_reward)
+    def test_keeps_the_weights_if_all_rewards_are_equal(self, fresh):
+        before = weights_of(fresh[0])
+        rows = train(fresh, reward=constant_reward)
         for row in rows[1:]:
             assert row["equal_reward_groups"] == 1
             assert row["log_ratio_first_max"] is row["sampler_gap"] is None
-        weights = [folder / "model" / "model.safetensors" for folder in (world, tmp_path / "a")]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
-        shown = capsys.readouterr().out
-        assert shown.count("note: no gradient in three steps") == 4, "after steps 3 to 6"
-        assert shown.count("equal_reward_groups 1 ") == 6
+        assert torch.equal(before, weights_of(fresh[0]))
+        assert [row["step"] for row in rows if "notes" in row] == [3, 4, 5, 6]
 
     @pytest.mark.parametrize("equal, is_noted", [
         ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False),
@@ -264,50 +199,68 @@ class TestTraining:
         for step, fraction in enumerate(equal, 1):
             row = {"step": step, "equal_reward_groups": fraction, "reward": 0.5, "cut": 0.0}
             rows.append(row)
-        assert ("notes" in support.metrics.notes(rows, [])) == is_noted
+        found = support.metrics.notes(rows, [])
+        assert ("no gradient in three steps" in str(found)) is is_noted
 
-    def test_uses_all_questions_before_it_uses_any_twice(self, fresh):
-        def picked(seed):
-            seen = []
-
-            def reward(prompts, completions, **columns):
-                seen.extend(int(prompt) for prompt in prompts[::4])
-                return constant_reward(prompts, completions)
-
-            questions = [{"question": str(i)} for i in range(10)]
-            train(fresh, questions, reward=reward, max_steps=5, seed=seed)
-            return seen
-
-        first = picked(0)
-        assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
-        assert first[:10] != first[10:]
-        assert first == picked(0) != picked(1)
-
-    def test_draws_other_responses_in_each_step_and_with_each_seed(self, fresh):
-        drawn = []
+    @staticmethod
+    def seen(fresh, questions, seed, steps):
+        """For each step: (the questions, the responses)."""
+        seen = []
 
         def reward(prompts, completions, **columns):
-            drawn.append(tuple(completions))
+            seen.append((prompts[::4], tuple(completions)))
             return constant_reward(prompts, completions)
 
-        for seed in 0, 1, 0:
-            train(fresh, QUESTIONS[:1] * 4, reward=reward, max_steps=2, seed=seed)
-        assert drawn[:2] == drawn[4:]
-        assert len(set(drawn)) == 4
+        train(fresh, questions, reward=reward, max_steps=steps, seed=seed)
+        return seen
 
-    @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_stops_if_weights_are_not_finite_and_keeps_the_last_good_state(
-            self, command, tmp_path, own_loss, bad):
-        def bad_loss(*arguments, **more):
-            return bad * gspo_loss(*arguments, **more)
+    def test_uses_all_questions_before_it_uses_any_twice(self, fresh):
+        questions = [{"question": str(i)} for i in range(10)]
+        runs = [self.seen(fresh, questions, seed, 5) for seed in (0, 0, 1)]
+        orders = [[prompt for prompts, _ in run for prompt in prompts] for run in runs]
+        first = orders[0]
+        assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
+        assert first[:10] != first[10:]
+        assert first == orders[1] != orders[2]
 
-        own_loss(at_call(5, gspo_loss, bad_loss))  # the first two are the trial
-        line = refused(command, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
-        assert "step 3: the loss or the weights are not finite" in line
-        assert "--learning_rate" in line
-        state = torch.load(tmp_path / "a" / "state.pt")
-        assert len(state["rows"]) == 3
-        assert all(weight.isfinite().all() for weight in state["model"].values())
+    def test_draws_other_responses_in_each_step_and_with_each_seed(self, fresh):
+        runs = [self.seen(fresh, QUESTIONS[:1] * 4, seed, 2) for seed in (0, 1, 0)]
+        assert runs[0] == runs[2]
+        assert len({texts for run in runs for _, texts in run}) == 4
+
+    def test_gives_all_groups_of_an_optimizer_the_learning_rate(self, fresh):
+        """The rate begins at learning_rate and falls to a tenth of it in the last step."""
+        first, *others = fresh[0].parameters()
+        optimizer = torch.optim.SGD([{"params": [first]}, {"params": others}])
+        rates = []
+        optimizer.register_step_pre_hook(
+            lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        train(fresh, max_steps=3, minibatches=1, make_optimizer=lambda model: optimizer)
+        assert rates == [pytest.approx([rate] * 2) for rate in (1e-3, 0.55e-3, 1e-4)]
+
+    def test_ignores_a_gradient_that_is_left_over(self, fresh):
+        model, tokenizer = fresh
+        other = copy.deepcopy(model)
+        for parameter in other.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for each in model, other:
+            train((each, tokenizer), 4, max_steps=1)
+        assert torch.equal(weights_of(model), weights_of(other))
+
+    def test_is_without_dropout(self):
+        """Dropout would give the same tokens other log-probs in each forward."""
+        model, tokenizer = model_of("GPT-2")
+        model.train()
+        rows = train((model, tokenizer), max_steps=2)
+        assert not model.training
+        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
+
+    def test_takes_a_dataset_of_the_library(self, fresh):
+        from datasets import Dataset
+
+        rows = [train(fresh, questions, max_steps=1)[0]["settings"]["questions"]
+                for questions in (sums(8), Dataset.from_list(sums(8)))]
+        assert rows[0] == rows[1]
 
     def test_multiplies_in_tf32_in_the_backward_alone(self, fresh):
         """Seen from the decoder, from the log-probs and from the gradients of all parameters.
@@ -490,8 +443,6 @@ class TestEvaluation:
         row = train_math.evaluate(*fresh, questions, settings(), reward=parity_reward)
         assert row.get("eval_best_constant") == best
 
-
-class TestOutcome:
     @pytest.mark.parametrize("before, after, words", [
         ([0, 0, 0, 1], [1, 1, 0, 1], "0.25 before and 0.75 after, a difference of +0.5, whose "
                                      "paired 95% CI +0.01 to +0.99 excludes 0: it has risen"),
@@ -500,444 +451,261 @@ class TestOutcome:
         ([0.5, 0.5], [0.5, 0.5], "difference of +0, whose paired 95% CI +0 to +0 includes 0"),
         ([0.2, 0.4, 0.3], [0.6, 0.9, 0.8, 1.0], "0.3 before and 0.767 after"),
     ])
-    def test_says_in_words_whether_a_change_is_shown(self, before, after, words):
+    def test_is_compared_with_an_earlier_one_in_words(self, before, after, words):
         results = [[{"question": f"{i}?", "reward": value} for i, value in enumerate(values)]
                    for values in (before, after)]
         assert words in support.metrics.outcome(*results)
         results[0][0]["question"] = "another?"
         assert "cannot be compared" in support.metrics.outcome(*results)
 
-    def test_has_the_interval_that_the_tools_compute(self):
-        before, after = [0, 1, 0.5, 0, 1], [1, 1, 0.25, 1, 0]
-        _, (low, high), _ = paired(before, after)
-        results = [[{"question": "?", "reward": value} for value in values]
-                   for values in (before, after)]
-        assert f"{low:+.3g} to {high:+.3g} includes 0" in support.metrics.outcome(*results)
 
-    def test_is_the_last_sentence_of_a_run(self, command, tmp_path, capsys):
-        run(command, tmp_path)
-        shown = capsys.readouterr().out
-        assert "steps 0 and 6: " in shown and "whose paired 95% CI" in shown
-        assert "The responses are in " in shown and "eval_6.jsonl" in shown
-        assert shown.count("eval_reward is that of greedy ones to held-out questions, after") == 1
-        run(command, tmp_path / "none", "--eval_size", "0")
-        assert "whose paired" not in capsys.readouterr().out
-
-
-class Killed(BaseException):
-    pass
-
-
-def dies_while_writing(*arguments, **more):
-    """A file is damaged, or one of the model's, and nothing else happens any more."""
-    (path,) = [each for each in arguments if isinstance(each, Path)]
-    if path.name == "model":
-        path.mkdir()
-        path /= "config.json"
-    path.write_bytes(b"{")
-    raise Killed
-
-
-KILLS = {  # what is called, which call of it, and what it does instead
-    "in an update": (None, None, 15, Killed()),
-    "in the log": (Path, "write_text", 6, dies_while_writing),
-    "in the results of an evaluation": (Path, "write_text", 5, dies_while_writing),
-    "in an evaluation": (train_math, "evaluate", 3, Killed()),
-    "in the first save": (torch, "save", 1, dies_while_writing),
-    "in a later save": (torch, "save", 3, dies_while_writing),
-    "before the first save counts": (os, "replace", 1, Killed()),
-    "before a later save counts": (os, "replace", 2, Killed()),
-    "in the model at the end": (
-        transformers.PreTrainedModel, "save_pretrained", 1, dies_while_writing),
-}
-
-
-OTHER_SIGNALS = [name for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-                 if hasattr(signal, name)]  # Windows has none of them
-
-
-class TestResuming:
-    @pytest.mark.parametrize("moment", [
-        name if name == "before a later save counts" else pytest.param(name, marks=pytest.mark.slow)
-        for name in KILLS])
-    def test_after_a_kill_equals_a_run_never_killed(
-            self, command, whole, tmp_path, monkeypatch, own_loss, moment):
-        owner, name, call, instead = KILLS[moment]
-        with monkeypatch.context() as patch:
-            if owner:
-                patch.setattr(owner, name, at_call(call, getattr(owner, name), instead))
-            else:
-                own_loss(at_call(call, gspo_loss, instead))
-            with pytest.raises(Killed):
-                run(command, tmp_path / "killed")
-        own_loss(gspo_loss)
-        run(command, tmp_path / "killed")
-        assert_same(whole, tmp_path / "killed")
-
-    @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
-    @pytest.mark.parametrize("signals", [
-        [signal.SIGINT],
-        [signal.SIGTERM],
-        *([signal.Signals[name]] for name in OTHER_SIGNALS[:2]),
-        *(pytest.param(several, marks=pytest.mark.slow) for several in [
-            [signal.SIGTERM, signal.SIGINT],
-            [signal.SIGTERM, signal.SIGTERM],
-            *([signal.Signals[name]] for name in OTHER_SIGNALS[2:]),
-            *([signal.Signals[name]] * 2 for name in OTHER_SIGNALS[:2]),
-            *([signal.Signals[name], signal.SIGTERM] for name in OTHER_SIGNALS[:2]),
-        ]),
-    ])
-    def test_after_a_signal_equals_a_run_never_stopped(
-            self, command, whole, tmp_path, capsys, signals):
-        """The signal comes in the middle of step 3 of 6. After one signal, the step is finished and
-        saved. After two, the run ends at once if the second is SIGINT or SIGTERM. Afterwards, the
-        earlier handlers are in place."""
-        training = itertools.count(1)
-
-        def reward(prompts, completions, **columns):
-            if len(completions) == 16 and next(training) == 3:
-                for each in signals:
-                    os.kill(os.getpid(), each)
-            return parity_reward(prompts, completions)
-
-        own = signal.default_int_handler  # a program in the background ignores SIGINT
-        before = {each: signal.signal(each, own) for each in (signal.SIGINT, signal.SIGTERM)}
-        others = [signal.getsignal(signal.Signals[name]) for name in OTHER_SIGNALS]
-        try:
-            with pytest.raises(SystemExit) as stop:
-                run(command, tmp_path / "a", reward=reward)
-            assert all(signal.getsignal(each) is own for each in before)
-            assert others == [signal.getsignal(signal.Signals[name]) for name in OTHER_SIGNALS]
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-        assert "This step will be finished and saved" in capsys.readouterr().out
-        ends_at_once = signals[1:] and signals[1] in before
-        if ends_at_once:
-            assert "What was saved is intact" in stop.value.code
-        else:
-            assert stop.value.code == 128 + signals[0]
-            assert (tmp_path / "a" / "model" / "model.safetensors").exists()
-        rows = torch.load(tmp_path / "a" / "state.pt")["rows"]
-        assert len(rows) == (3 if ends_at_once else 4)
-        run(command, tmp_path / "a")
-        assert_same(whole, tmp_path / "a")
-
-    @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
-    @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda number, frame: None])
-    def test_leaves_signals_that_are_ignored_or_have_a_handler(self, command, tmp_path, handler):
-        """nohup ignores SIGHUP."""
-        def reward(prompts, completions, **columns):
-            os.kill(os.getpid(), signal.SIGHUP)
-            return parity_reward(prompts, completions)
-
-        before = signal.signal(signal.SIGHUP, handler)
-        try:
-            assert len(run(command, tmp_path / "a", reward=reward)) == 7
-        finally:
-            signal.signal(signal.SIGHUP, before)
-
-    def test_takes_other_sizes_a_new_place_and_more_steps(self, command, whole, tmp_path, capsys):
-        folder = tmp_path / "moved"
-        shutil.copytree(whole, folder)
-        data = shutil.copy(command[3], tmp_path / "copy.jsonl")
-        rows = run(
-            command, folder, "--max_steps", "8", "--micro_batch_tokens", "99", "--rollout_rows",
-            "8", "--save_steps", "5", "--dataset", str(data))
-        shown = capsys.readouterr().out
-        assert "begun with --max_steps 6 (with another value, the learning rate jumps)" in shown
-        assert "run is complete" not in shown
-        assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
-        assert [row["step"] for row in rows[7:]] == [7, 8]
-        assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
-
-    @pytest.mark.parametrize("flags, words", [
-        ("--model other --seed 1 --instruction Hm. --system Hm. --algorithm grpo --group_size 2 "
-         "--prompts_per_step 8 --minibatches 2 --epochs 2 --learning_rate 1 --temperature 0.9 "
-         "--max_completion_length 7",
-         "other values of model, seed, instruction, system, algorithm, eps_low, eps_high, "
-         "group_size, prompts_per_step, minibatches, epochs, learning_rate, temperature, "
-         "max_completion_length."),
-        ("--eval_size 2", "questions. Choose another --output_dir. (questions may"),
-        ("--dataset changed.jsonl", "questions. Choose another --output_dir. (questions may"),
-    ])
-    def test_refuses_another_run_by_what_it_has_changed(
-            self, command, whole, tmp_path, monkeypatch, flags, words):
-        load = {"load": lambda *_: pytest.fail("a model was loaded first")}
-        monkeypatch.chdir(tmp_path)
-        write_jsonl(tmp_path / "changed.jsonl", [{"question": "new?", "answer": "1"}] + sums(29))
-        before = contents(whole)
-        line = refused(command, whole, *flags.split(), **load)
-        assert words in line and f"--output_dir {whole}: " in line
-        assert contents(whole) == before
-
-    @pytest.mark.parametrize("name", ["thesis.txt", "model"])
-    def test_refuses_a_folder_that_holds_something_else(self, command, tmp_path, name):
-        (tmp_path / name).write_text("mine")
-        assert "not empty" in refused(command, tmp_path)
-        assert names_in(tmp_path) == {name}
-        assert (tmp_path / name).read_text() == "mine"
-
-    def test_refuses_a_second_process_and_gives_the_lock_back(self, command, fresh, tmp_path):
-        folder = tmp_path / "a"
-        folder.mkdir()
-        with FileLock(folder / "lock"):
-            assert "is in use by another process" in refused(command, folder)
-            with pytest.raises(ValueError, match="is in use by another"):
-                train(fresh, output_dir=folder)
-        assert names_in(folder) == {"lock"}
-        for _ in range(2):  # after an error, too
-            assert "--model nowhere" in refused(command, folder, "--model", "nowhere")
-        FileLock(folder / "lock").acquire(timeout=0)
-
-
-ABOVE_0 = ("rollout_rows", "prompts_per_step", "max_steps", "save_steps", "micro_batch_tokens",
-           "epochs", "minibatches", "max_completion_length", "temperature", "eps_low", "eps_high")
-
-
-class TestCommandLine:
-    @pytest.mark.parametrize("flags, word", [
-        *((f"--{name} 0", f"--{name} 0") for name in ABOVE_0),
-        ("--group_size 1", "--group_size 1"),
-        ("--group_siz 4", "there is no flag --group_siz; see --group_size"),
-        ("--learningrate=1", "there is no flag --learningrate=1; see --learning_rate"),
-        ("--zzz 4", "there is no flag --zzz; see --help"),
-        ("--prompts_per_step 6", "--minibatches"),
-        ("--learning_rate nan", "nan"),
-        ("--learning_rate -1", "--learning_rate"),
-        ("--eps_low 1.5", "eps_low 1.5"),
-        ("--eps_low 0.9997", "0.9997"),
-        ("--eps_high inf", "--eps_high"),
-        ("--eval_size -1", "--eval_size"),
-        ("--seed -1", "--seed"),
-        ("--seed 99999999999999999", "--seed"),
-        ("stray", "stray"),
-    ])
-    def test_refuses_what_is_wrong_in_one_line(self, flags, word):
-        line = one_line(train_math.main, *flags.split())
-        assert line.startswith("train_math.py: settings: ") and word in line
-
-    @pytest.mark.parametrize("flags, expected", [
-        ("", (3e-4, 4e-4)),
-        ("--algorithm gspo_token", (3e-4, 4e-4)),
-        ("--algorithm grpo", (0.2, 0.27)),
-        ("--eps_low 0.1", (0.1, 4e-4)),
-        ("--algorithm grpo --eps_high 0.1", (0.2, 0.1)),
-        ("--eps_low 1 --eps_high 1e9", (1, 1e9)),
-    ])
-    def test_gives_each_algorithm_its_own_clip_range(self, flags, expected):
-        cfg = train_math.parse_settings(flags.split())
-        assert cfg.clip_range() == expected
-        if cfg.eps_low is cfg.eps_high is None:
-            assert dataclasses.replace(cfg, algorithm="gspo").clip_range() == (3e-4, 4e-4)
-
-    def test_has_these_defaults(self):
-        """A changed default is a change for everybody who repeats a run without flags."""
-        settings = vars(train_math.Settings(device="cpu"))
-        assert settings["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
-        assert settings["dataset"] == "openai/gsm8k"
-        numbers = {k: v for k, v in settings.items() if not isinstance(v, str)}
-        assert numbers == {
-            "seed": 0, "system": None, "eps_low": None, "eps_high": None, "group_size": 8,
-            "prompts_per_step": 32, "minibatches": 4, "epochs": 1, "learning_rate": 1e-6,
-            "max_steps": 200, "temperature": 1.0, "max_completion_length": 512,
-            "micro_batch_tokens": 1024, "rollout_rows": 256, "save_steps": 25, "eval_steps": None,
-            "eval_size": 512,
-        }
-
-    @pytest.mark.parametrize("flags, has_gpu, said", [
-        ("", False, "note: on a CPU, a step takes many minutes"),
-        ("", True, "this PyTorch cannot use your NVIDIA GPU"),
-        ("--model small", True, "this PyTorch cannot use your NVIDIA GPU"),
-        ("--model small", False, ""),
-        ("--device=cpu", True, ""),
-    ])
-    def test_says_once_what_it_means_to_have_no_gpu(
-            self, monkeypatch, capsys, flags, has_gpu, said):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(shutil, "which", lambda name: name if has_gpu else None)
-        for _ in range(2):
-            train_math.parse_settings(flags.split())
-        printed = capsys.readouterr().out
-        assert printed.count("note: ") == bool(said) + (has_gpu and not flags) and said in printed
-        assert ("many minutes" in printed) == (not flags)
-
-    def test_in_a_notebook_asks_for_a_list(self, monkeypatch):
-        monkeypatch.setattr(sys, "argv", ["launcher.py", "-f", "kernel.json"])
-        monkeypatch.setitem(sys.modules, "ipykernel", None)
-        with pytest.raises(SystemExit, match="launcher.py: settings: in a notebook, pass a list"):
-            train_math.main()
-        assert train_math.parse_settings(["--seed", "3"]).seed == 3
-
-    @pytest.mark.parametrize("program, name", [
-        ("home/my_task.py", "my_task.py"), ("lesson/tiny.py", "tiny.py"), ("", "train_math.py")])
-    @pytest.mark.parametrize("error, said", [
-        (ValueError("the file is empty"), "the file is empty"),
-        (ValueError("two\n  lines"), "two lines"), (KeyError("name"), "KeyError('name')"),
-        (ConnectionError("Couldn't connect"), "Couldn't connect. Without a network"),
-        (RuntimeError(), "RuntimeError()"),
-    ])
-    def test_begins_a_message_with_the_program_and_shows_a_sentence_as_it_is(
-            self, monkeypatch, program, name, error, said):
-        monkeypatch.setattr(sys, "argv", [program])
-        with pytest.raises(SystemExit) as stop:
-            with train_math.exits_with("the data"):
-                raise error
-        assert stop.value.code.startswith(f"{name}: the data: {said}")
-
-    def test_helps(self, capsys):
-        with pytest.raises(SystemExit) as stop:
-            train_math.main(["--help"])
-        said = " ".join(capsys.readouterr().out.split())
-        assert not stop.value.code
-        for word in "[--flag value ...]", "(default: runs/math)", *train_math.ALGORITHMS:
-            assert word in said
-
-    def test_shows_the_traceback_of_a_mistake_in_a_part_and_can_be_called_again(
-            self, command, whole, tmp_path, own_loss):
-        """Between two updates of step 4. Step 3 is not saved."""
-        handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-        own_loss(at_call(12, gspo_loss, RuntimeError("shapes do not fit")))
-        with pytest.raises(RuntimeError, match="shapes"):
-            run(command, tmp_path / "a")
-        assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
-        run(command, tmp_path / "a")
-        assert_same(whole, tmp_path / "a")
-        assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-    def test_works_outside_of_the_main_thread(self, command, whole, tmp_path):
-        """There, Python does not allow signal handlers."""
-        with ThreadPoolExecutor() as threads:
-            threads.submit(run, command, tmp_path / "a").result()
-        assert_same(whole, tmp_path / "a")
-
-    def test_rewards_correct_numbers_if_no_reward_is_given(self, command, tmp_path, capsys):
-        """The answers to each question agree with the log."""
-        train_math.main([*command, "--output_dir", str(tmp_path / "a"), "--max_steps", "3"])
-        log = read(tmp_path / "a" / "metrics.jsonl")
-        assert log[0]["eval_reward"] == log[1]["reward"] == 0
-        shown = capsys.readouterr().out
-        for word in ("26 questions and 4 held-out ones", "step 1/3", "103,488 parameters",
-                     "eval_reward 0  (95% CI 0 to 0.49)", "a complete prompt: 'has 0 figs?"):
-            assert word in shown
-        lines = [line for line in shown.split("\n") if "? -> '" in line]
-        assert len(lines) == 6, "two after each evaluation"
-        for step in 0, 2, 3:
-            rows = read(tmp_path / "a" / f"eval_{step}.jsonl")
-            assert [row["gold"] for row in rows] == ["12", "13", "24", "27"]
-            for name in "reward", "last_number":
-                assert log[step][f"eval_{name}"] == sum(row[name] for row in rows) / 4
-
-
-def doubled(forward, inputs):
-    out = forward(**inputs)
-    out.logits = out.logits * 2
-    return out
-
-
-def forgetful(forward, inputs):
-    return forward(**inputs | {"cache": transformers.DynamicCache()})
-
-
-def blind_to_padding(forward, inputs):
-    return forward(**inputs | {"attention_mask": None, "position_ids": None})
-
-
-class TestModels:
-    def test_are_loaded_in_float32_and_switch_tf32_off(self, world):
+class TestAModel:
+    def test_is_loaded_in_float32_and_tf32_is_switched_off(self, world):
         torch.set_float32_matmul_precision("high")
         model, _ = train_math.load(world / "model", "cpu")
         assert torch.get_float32_matmul_precision() == "highest" and not model.training
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
-    @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1], QUESTIONS[:1]])
-    def test_that_work_pass_the_check(self, fresh, questions):
-        check(*fresh, questions, settings(instruction=""))
-
-    @pytest.mark.parametrize("fault", [doubled, forgetful, blind_to_padding])
-    @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1]])
-    def test_whose_cache_padding_or_head_misbehaves_are_refused(self, tiny, fault, questions):
-        model, tokenizer = tiny
-        forward = model.forward
-        model.forward = lambda **inputs: fault(forward, inputs)
-        torch.manual_seed(0)
-        with pytest.raises(ValueError, match="log-probs of eight sampled tokens differ"):
-            check(model, tokenizer, questions)
-
-    @pytest.mark.parametrize("fault, words", [
-        ("no pair by one token", "not a pair"),
-        ("no end", "an end token"),
-        ("nan", "differ by nan"),
-    ])
-    def test_that_do_not_fit_end_in_one_line_before_any_step(
-            self, command, fresh, tmp_path, fault, words):
-        model, tokenizer = fresh
-        if fault == "no pair by one token":
-            questions, _ = load_questions(command[3])
-            prompts = train_math.encode_prompts(tokenizer, questions, settings())
-            model.resize_token_embeddings(max(map(max, prompts)))
-        elif fault == "no end":
-            tokenizer.eos_token = model.generation_config.eos_token_id = None
-        else:
-            model.lm_head.weight.data[5] = math.nan
-        line = refused(command, tmp_path / "a", load=lambda *_: fresh)
-        assert line.startswith(f"train_math.py: a trial of {command[1]} and the parts: ")
-        assert words in line
-        assert names_in(tmp_path / "a") == {"lock"}
-
-    @pytest.mark.parametrize("config, name, value", [
-        (transformers.Gemma2Config, "final_logit_softcapping", 30.0),
-        (transformers.GraniteConfig, "logits_scaling", 8.0),
-        (transformers.CohereConfig, "logit_scale", 0.5),
-    ])
-    def test_that_change_their_logits_are_refused_by_their_config(self, fresh, config, name, value):
-        """With small logits, a cap has no effect on the texts of the check, but it has later."""
-        assert hasattr(config(), name)
-        for harmless in None, 1.0:
-            setattr(fresh[0].config, name, harmless)
-            check(*fresh)
-        setattr(fresh[0].config, name, value)
-        with pytest.raises(ValueError, match=name):
-            check(*fresh)
-
-    def test_are_trained_without_dropout(self):
-        """Dropout would give the same tokens other log-probs in each forward."""
-        model, tokenizer = model_of("GPT-2")
-        model.train()
-        rows = train((model, tokenizer), max_steps=2)
-        assert not model.training
-        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
-
-    def test_keep_their_weights_at_a_learning_rate_of_0(self, command, world, tmp_path):
-        rows = run(command, tmp_path / "a", "--learning_rate", "0", "--epochs", "2")
-        for row in rows[1:]:
-            assert row["log_ratio_first_max"] == row["log_ratio_mean"] == row["log_ratio_std"] == 0
-            assert row["grad_norm"] > 0
-        weights = [Path(folder, "model", "model.safetensors").read_bytes()
-                   for folder in (world, tmp_path / "a")]
-        assert weights[0] == weights[1]
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_with_frozen_weights_in_half_precision_are_refused_for_their_precision(
-            self, tiny, dtype):
-        """As with a LoRA adapter in float32 over such weights."""
-        model, tokenizer = tiny
+    def test_is_saved_with_the_rope_theta_that_transformers_4_reads(self, fresh, tmp_path):
+        fresh[0].config.rope_parameters["rope_theta"] = 5e5
+        for part in fresh:
+            part.save_pretrained(tmp_path / "one")
+        model, _ = train_math.load(str(tmp_path / "one"), "cpu")
+        model.save_pretrained(tmp_path / "two")
+        config = json.loads((tmp_path / "two" / "config.json").read_text())
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
+        ids = torch.tensor([[5, 6, 7]])
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2)
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.data = parameter.data.to(dtype)
-                parameter.requires_grad_(False)
-        with torch.autocast("cpu", dtype), pytest.raises(ValueError) as refusal:
-            check(model, tokenizer)
-        assert f"Weights in {dtype} round too much: load the model in float32" in str(refusal.value)
+            again = train_math.load(str(tmp_path / "two"), "cpu")[0](ids).logits
+            assert torch.equal(model(ids).logits, again)
 
-    def test_in_half_precision_are_refused_with_the_remedy(self, fresh):
-        model, _ = fresh
-        model.bfloat16()
-        with pytest.raises(ValueError, match="bfloat16.*float32"):
-            train(fresh)
-        model.float()
-        model.frozen = torch.nn.Parameter(torch.ones(1).bfloat16(), requires_grad=False)
-        train(fresh, max_steps=1)
+
+class TestAReward:
+    @pytest.mark.parametrize("returned", [
+        (1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))])
+    def test_gets_copies_of_all_columns_and_may_return_any_sequence_of_numbers(self, returned):
+        rows = [{"question": "a?", "tags": [1]}, {"question": "b?", "tags": [2]}]
+
+        def reward(prompts, completions, tags, **columns):
+            assert (prompts, completions, tags) == (["a?", "b?"], ["x", "y"], [[1], [2]])
+            assert columns == {"question": prompts}
+            tags[0].clear()
+            return returned
+
+        rewards = train_math.score(reward, rows, ["x", "y"])
+        assert rewards.tolist() == [1, 2.5] and rewards.dtype == torch.float32
+        assert rows[0]["tags"] == [1]
+
+    def test_gets_the_step_or_none_in_the_trial_and_in_evaluations(self, command, tmp_path):
+        steps = []
+
+        def reward(prompts, completions, step, **columns):
+            steps.append(step)
+            return parity_reward(prompts, completions)
+
+        train_math.main([*command, "--output_dir", str(tmp_path), "--max_steps", "3"], reward)
+        assert steps == [None, None, 1, 2, None, 3, None]
+
+    def test_may_keep_log_metric_for_a_loss_until_the_step_ends(self, fresh, own_loss):
+        def reward(prompts, completions, log_metric, **columns):
+            kept.append(log_metric)
+            return parity_reward(prompts, completions)
+
+        def loss(*arguments, **more):
+            value = gspo.gspo_loss(*arguments, **more)
+            values.append(value.item())
+            kept[-1]("mean_loss", sum(values) / len(values))
+            return value
+
+        kept, values = [], []
+        own_loss(loss)
+        _, row = train(fresh, reward=reward, max_steps=1)
+        assert row["mean_loss"] == sum(values) / len(values) and len(values) > 1
+
+    def test_may_change_what_it_gets(self, fresh, tmp_path):
+        """The run is the same, and can be resumed, although the trial calls the reward first. The
+        reward may compute gradients, and the model may be in training mode before the trial."""
+        questions = [row | {"tags": ["b", "a"]} for row in sums(8)]
+        before = copy.deepcopy(questions)
+        plain = train(copy.deepcopy(fresh), questions, max_steps=2)
+
+        def reward(prompts, completions, tags, completion_ids, **columns):
+            rewards = parity_reward(prompts, completions)
+            torch.ones(2, requires_grad=True).sum().backward()
+            for each in [*tags, *completion_ids, prompts, completions]:
+                each.clear()
+            return rewards
+
+        fresh[0].train()
+        check(*fresh, questions, reward=reward)
+        assert not fresh[0].training
+        rows = train(fresh, questions, reward=reward, output_dir=tmp_path, max_steps=2)
+        assert without_clocks(rows) == without_clocks(plain) and questions == before
+        state = train_math.load_state(settings(output_dir=tmp_path), before)
+        assert len(state["rows"]) == len(rows)
+
+
+class TestAPart:
+    """What a part of the user gets, may change, and may add on the way to the update."""
+
+    def test_may_bring_old_log_probs_which_are_no_mistake(self, fresh):
+        def build_minibatches(rollout, advantages, cfg):
+            minibatches = train_math.build_minibatches(rollout, advantages, cfg)
+            for batch in itertools.chain(*minibatches):
+                batch.old_log_probs = batch.sampler_log_probs + 0.5 * batch.mask
+            return minibatches
+
+        _, row = train(fresh, 4, build_minibatches=build_minibatches, max_steps=1)
+        assert row["sampler_gap"] == pytest.approx(0.5) and row["log_ratio_mean"] < -0.3
+        assert row["log_ratio_first_max"] is None
+        assert not any("log_ratio_first_max" in note for note in row["notes"])
+
+    @pytest.mark.parametrize("temperature, is_noted", [(1.0, False), (0.3, True)])
+    def test_that_samples_at_another_temperature_is_noted(self, fresh, temperature, is_noted):
+        def generate(model, prompts, group_size, max_length, given, end_ids):
+            return train_math.generate(model, prompts, group_size, max_length, temperature, end_ids)
+
+        def reward(completions, **columns):
+            return [i % 2 for i in range(len(completions))]
+
+        _, row = train(fresh, 4, reward=reward, generate=generate, max_steps=1)
+        assert ("sampler_gap is above 0.1" in str(row.get("notes"))) is is_noted
+        assert (row["sampler_gap"] > 0.1) is is_noted
+
+    def test_that_loses_or_mixes_responses_is_named(self, fresh):
+        """Four fewer could still be split into groups, but not into those of the prompts."""
+        def generate(*arguments):
+            return [part[:-4] for part in train_math.generate(*arguments)]
+
+        with pytest.raises(ValueError, match="the sampler must return 4 responses to each of 4"):
+            train(fresh, generate=generate)
+        rollout = rollout_of([[1], [2]], [[3], [4, 5]])
+        check_rollout(rollout, sums(2), 1)
+        with pytest.raises(ValueError, match="side by side"):
+            check_rollout(rollout, sums(1), 2)
+        rollout.is_sampled[1] = [True]
+        with pytest.raises(ValueError, match="each token of a response"):
+            check_rollout(rollout, sums(2), 1)
+
+    def test_may_clip_gradients(self, fresh):
+        """Without clipping, the norm is the same, and plain SGD moves the weights by more."""
+        def clip_gradients(model):
+            gradients = [parameter.grad.flatten() for parameter in model.parameters()]
+            return torch.linalg.vector_norm(torch.cat(gradients))
+
+        before = weights_of(fresh[0])
+        moves = []
+        for parts in {}, {"clip_gradients": clip_gradients}:
+            model = copy.deepcopy(fresh[0])
+            _, row = train((model, fresh[1]), max_steps=1, minibatches=1, learning_rate=1e-2,
+                           make_optimizer=lambda m: torch.optim.SGD(m.parameters()), **parts)
+            moves.append((weights_of(model) - before).norm() / row["grad_norm"])
+        assert row["grad_norm"] > 2 and row["log_ratio_mean"] is row["log_ratio_std"] is None
+        assert moves[1] == pytest.approx(1e-2, rel=1e-2) and moves[0] < 0.6e-2
+
+
+def test_a_new_flag_may_have_the_default_0():
+    Own = dataclasses.make_dataclass(
+        "Own", [("weight_decay", float, 0.0)], bases=(train_math.Settings,))
+    assert Own().weight_decay == 0
+    with pytest.raises(ValueError, match="--weight_decay -1 is out of range"):
+        Own(weight_decay=-1)
+
+
+LOSSES = pytest.mark.parametrize("loss", [gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss])
+
+
+class TestTheMathsBesidesItsSpecification:
+    @LOSSES
+    @pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32])
+    def test_reads_the_values_of_a_mask_only_on_the_cpu(self, loss, kind):
+        """Tensors on the meta device have no values, so reading one raises an error. On a GPU,
+        reading one would make the CPU wait."""
+        log_probs = torch.zeros(4, 5, device="meta", requires_grad=True)
+        advantages = torch.zeros(4, device="meta")
+        mask = torch.ones(4, 5, dtype=kind, device="meta")
+        loss(log_probs, log_probs, advantages, mask, denominator=4).backward()
+        gspo.clip_fraction(log_probs, advantages, mask, *RANGE)
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_takes_an_additive_mask_on_a_gpu_as_padding(self):
+        new, old, _, mask = (x.cuda() for x in example())
+        additive = torch.zeros(4, 4).cuda().masked_fill(~mask, -1e9)
+        assert gspo.sequence_ratio(new, old, additive).tolist() == [1, 1, 1, 1]
+
+    @LOSSES
+    def test_allows_what_is_unusual(self, loss):
+        for eps_high in 1.0, 1.2:  # distances from 1, although they could be bounds
+            gspo.clipped_objective(torch.ones(2), torch.ones(2), 0.2, eps_high)
+        none = torch.zeros(0, 3)
+        assert loss(none, none, torch.zeros(0), none, denominator=4) == 0
+        rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0])
+        advantages = group_advantages(rewards, 3, std_eps=0)
+        assert advantages[:3].tolist() == [0, 0, 0] and advantages.isfinite().all()
+
+    @LOSSES
+    @pytest.mark.parametrize("old", [-60.0, -95.0, -1e4, -1e9, -3e38, -torch.inf])
+    def test_has_the_gradient_0_where_the_clip_is_active_although_the_ratio_overflows(
+            self, loss, old):
+        """exp(88.8) is infinite in float32. With A < 0, the clip is not active."""
+        old = torch.full((2, 3), old)
+        new = torch.zeros((2, 3), requires_grad=True)
+        loss(new, old, torch.tensor([1.0, -1.0]), torch.ones(2, 3)).backward()
+        assert new.grad[0].tolist() == [0, 0, 0]
+        assert new.grad[1].isfinite().all() and (new.grad[1] > 1e20).all()
+
+    @LOSSES
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    def test_stays_finite_if_a_token_has_the_probability_0_but_not_if_it_is_nan(self, loss, dtype):
+        """The token has A = 1 and then A = -1. If neither policy can sample it, its ratio is 1."""
+        inf, nan = torch.inf, torch.nan
+        for new, old, same in ((-inf, -1, 0), (-inf, -inf, 1), (nan, -1, None), (-1, nan, None)):
+            log_probs = torch.full((2, 3), -1.0, dtype=dtype)
+            old_log_probs = log_probs.clone()
+            log_probs[:, 1] = new
+            old_log_probs[:, 1] = old
+            log_probs.requires_grad_()
+            value = loss(log_probs, old_log_probs, torch.tensor([1.0, -2.0]), torch.ones(2, 3))
+            value.backward()
+            assert value.isnan() == (same is None)
+            if same is not None:
+                assert log_probs.grad.isfinite().all() and (log_probs.grad[:, 1] == 0).all()
+                assert not same or value == 0.5
+
+    def test_gives_an_id_outside_the_vocabulary_no_log_prob(self):
+        """Padding often has the id -100 or -1. The mask hides its NaN, but not that of a wrong
+        id."""
+        logits = torch.zeros(1, 6, 4, requires_grad=True)
+        tokens = torch.tensor([[0, 3, -100, -1, 4, 2 ** 40]])
+        log_probs = gspo.token_log_probs(logits, tokens)
+        assert log_probs[:, 2:].isnan().all()
+        mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
+        loss = gspo.gspo_loss(log_probs, log_probs.detach(), torch.tensor([1.0]), mask)
+        loss.backward()
+        assert loss == -1
+        assert logits.grad[:, :2].abs().sum() > 0 and (logits.grad[:, 2:] == 0).all()
+
+    def test_makes_the_updates_of_gspo_in_the_loop_on_the_page(self):
+        """With one minibatch, all ratios are 1: the gradient is that of the mean over the responses
+        of the advantage times the mean log-prob. With several, later minibatches can be clipped."""
+        names = {}
+        exec(block("guides/paste.md", "import torch\nfrom gspo import group_advantages"), names)
+        model = tiny_model(tiny_tokenizer(), seed=0)
+        torch.manual_seed(0)
+        ids = torch.randint(5, 20, (8, 9))
+        mask = torch.arange(8) >= torch.randint(1, 7, (8, 1))
+        rewards = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1])
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        names["update"](model, optimizer, ids, mask, rewards, 4, minibatches=1)
+        log_probs = gspo.token_log_probs(other(ids).logits[:, :-1], ids[:, 1:])
+        mean = (log_probs * mask).sum(1) / mask.sum(1)
+        (-(group_advantages(rewards, 4) * mean).mean()).backward()
+        assert max(p.grad.abs().max() for p in other.parameters()) > 1e-3
+        for moved, start in zip(model.parameters(), other.parameters()):
+            torch.testing.assert_close(start - moved, start.grad, atol=1e-5, rtol=1e-3)
+
+        steps = []
+        optimizer.step = lambda: steps.append(1)
+        names["update"](model, optimizer, ids, mask, rewards, 4)
+        assert len(steps) == 4
