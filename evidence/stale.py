@@ -11,7 +11,6 @@ a starting model takes two minutes.
 import argparse
 import copy
 import itertools
-import statistics
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
