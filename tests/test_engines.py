@@ -343,16 +343,37 @@ def test_accelerate_divides_by_the_micro_batches_once_more():
     torch.testing.assert_close(4 * wrong, one)
 
 
-def train_on_given_completions(output):
-    """Runs GSPOTrainer for six steps with 8 responses per step over all processes, and saves by how
-    much the weights have changed. The responses depend only on the prompts, and not on chance. This
-    runs under torchrun, or alone."""
-    from transformers import set_seed
+def in_the_order_of_two_processes(batch):
+    """The responses of a rollout, so that the first of four minibatches gets the first quarter of
+    each half. TRL shuffles them in each process, which would give other minibatches."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
+    rows = torch.arange(len(batch["completion_ids"])).view(2 // ranks, 4, -1)
+    order = rows.transpose(0, 1).flatten()
+    return {name: value[order] if torch.is_tensor(value) and value.dim() else value
+            for name, value in batch.items()}
+
+
+def train_on_given_completions(output):
+    """Runs GSPOTrainer for three rollouts with four optimizer steps each, on 8 responses per step
+    over all processes. Saves the change of the weights, and the clip fractions that were computed
+    and logged. The responses depend only on the prompts, and not on chance. This runs under
+    torchrun, or alone."""
+    import trl.trainer.grpo_trainer as module
+    from transformers import set_seed
+    module.shuffle_sequence_dict = in_the_order_of_two_processes
+    rank, ranks = (int(os.environ.get(name, i)) for i, name in enumerate(("RANK", "WORLD_SIZE")))
     set_seed(0)
     lengths = set()
+    names = run_block("class GSPOTrainer")
+    own_fractions = []
 
-    class Given(run_block("class GSPOTrainer")["GSPOTrainer"]):
+    def recorded(*arguments, compute=names["clip_fraction"]):
+        own_fractions.append(compute(*arguments))
+        return own_fractions[-1]
+
+    names["clip_fraction"] = recorded
+
+    class Given(names["GSPOTrainer"]):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
             completions = []
             count = {}
@@ -369,20 +390,21 @@ def train_on_given_completions(output):
 
     config = trl_config(
         f"{output}-runs", per_device_train_batch_size=8 // ranks, gradient_accumulation_steps=1,
-        max_steps=6, steps_per_generation=1, optim="sgd", learning_rate=0.3,
+        max_steps=12, steps_per_generation=4, num_iterations=1, optim="sgd", learning_rate=0.3,
         lr_scheduler_type="constant", logging_steps=1)
     model, tokenizer = tiny()
     before = weights_of(model)
     trainer = Given(model, reward, config, questions(), processing_class=tokenizer)
     trainer.train()
     assert trainer.accelerator.num_processes == ranks and len(lengths) > 3
-    if trainer.accelerator.is_main_process:
-        torch.save(weights_of(model) - before, output)
+    logged = [row["clip_fraction"] for row in trainer.state.log_history if "clip_fraction" in row]
+    torch.save({"change": weights_of(model) - before, "own": torch.stack(own_fractions),
+                "logged": torch.tensor(logged)}, f"{output}-{rank}")
 
 
 def test_two_processes_of_trl_equal_one(tmp_path):
-    """torchrun --nproc_per_node 2 is compared with one process, with the same global batch and
-    uneven lengths."""
+    """torchrun --nproc_per_node 2 is compared with one process, with the same responses in each
+    optimizer step and uneven lengths. The logged clip fraction is the mean of both processes."""
     pytest.importorskip("trl")
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -390,10 +412,15 @@ def test_two_processes_of_trl_equal_one(tmp_path):
         command = [sys.executable, *launcher, "-m", "tests.test_engines", tmp_path / name]
         done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
-    off = ((one - two).norm() / one.norm()).item()
-    print(f"the weights moved by {one.norm():.3f}; two processes differ by {off:.1e} of it")
-    assert off < 1e-4
+    one, two, other = (torch.load(tmp_path / name) for name in ("one-0", "two-0", "two-1"))
+    off = (one["change"] - two["change"]).abs().max().item()
+    moved = one["change"].abs().max().item()
+    print(f"a weight moved by up to {moved:.3f}; two processes differ by up to {off:.1e}")
+    assert torch.equal(two["change"], other["change"])
+    assert moved > 0.01 and off < 1e-6
+    own = torch.stack([two["own"], other["own"]])
+    assert (own[0] != own[1]).any() and own.max() > 0
+    torch.testing.assert_close(two["logged"], own.mean(0), atol=1e-6, rtol=0)
 
 
 # ---- verl ----------------------------------------------------------------------------------------
