@@ -28,7 +28,7 @@ WORLDS = 0, 1, 2, 3
 AGES = 0, 1, 2, 4
 CLIPS = ("gspo", 3e-4, 4e-4), ("gspo", 3e-3, 4e-3), ("gspo", 3e-2, 4e-2), ("grpo", 0.2, 0.27)
 FLAGS = [*tiny.FLAGS, "--instruction", "", "--minibatches", "4", "--epochs", "1",
-         "--max_steps", "12"]
+         "--max_steps", "8", "--prompts_per_step", "8"]
 EVALUATED = 4  # samples for each held-out question
 KEPT = "reward", "clip_fraction", "clipped_first", "moved_first", "log_ratio_std", "grad_norm"
 

@@ -3,7 +3,6 @@ with a loss, a sampler or a state of their own are in test_recipes.py."""
 import copy
 import functools
 import http.server
-import io
 import json
 import re
 import sys
@@ -11,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import gspo
 import train_math
@@ -179,62 +179,69 @@ def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeyp
 
 
 class Engine(http.server.BaseHTTPRequestHandler):
-    """A small server that samples with the weights that it was sent."""
+    """A small server with the four addresses of vLLM that the recipe needs. It samples with the
+    weights that it has loaded last."""
 
     def do_POST(self):
-        data = self.rfile.read(int(self.headers["Content-Length"]))
-        answer = b""
-        if self.path == "/weights":
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(self.path)
+        answer = {}
+        if self.path == "/collective_rpc":
+            assert asked == {"method": "reload_weights"}
             if self.server.takes_weights:
-                state = torch.load(io.BytesIO(data))
+                state = load_file(self.server.folder / "model.safetensors")
                 self.server.model.load_state_dict(state)
                 self.server.model.to(self.server.dtype)
-        else:
-            asked = json.loads(data)
+        elif self.path == "/v1/completions":
+            assert asked["return_token_ids"] and asked["logprobs"] == 0
             responses, log_probs = train_math.generate(
-                self.server.model, asked["prompts"], asked["n"], asked["max_length"],
-                asked["temperature"], torch.tensor(asked["end_ids"]))
-            rows = [row[:len(r)].tolist() for r, row in zip(responses, log_probs)]
-            answer = json.dumps({"responses": responses, "log_probs": rows}).encode()
+                self.server.model, asked["prompt"], asked["n"], asked["max_tokens"],
+                asked["temperature"], torch.tensor(asked["stop_token_ids"]))
+            answer = {"choices": [
+                {"token_ids": ids, "logprobs": {"token_logprobs": row[:len(ids)].tolist()}}
+                for ids, row in zip(responses, log_probs)]}
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(answer)
+        self.wfile.write(json.dumps(answer).encode())
 
     def log_message(self, *arguments):
         pass
 
 
 @pytest.fixture
-def engine(fresh):
+def engine(fresh, tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    server.folder = tmp_path
     server.model = copy.deepcopy(fresh[0])
     server.dtype = torch.float32
     server.takes_weights = True
+    server.asked = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    server.url = f"http://127.0.0.1:{server.server_port}"
+    url = f"http://127.0.0.1:{server.server_port}"
+    server.generate = names_of(RECIPES, "engine_at")["engine_at"](url, tmp_path)
     yield server
     server.shutdown()
     server.server_close()
 
 
 def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, engine):
-    generate = names_of(RECIPES, "engine_at")["engine_at"](engine.url)
-    rows = train(fresh, held_out=2, generate=generate, max_steps=3)
+    rows = train(fresh, held_out=2, generate=engine.generate, max_steps=3)
     assert all(row["sampler_gap"] < 1e-6 for row in rows[1:])
     assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
+    assert engine.asked[:3] == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+    assert len(engine.asked) == 3 * engine.asked.count("/reset_prefix_cache")
     engine.takes_weights = False
-    rows = train(fresh, generate=generate, max_steps=3)
+    rows = train(fresh, generate=engine.generate, max_steps=3)
     assert rows[3]["sampler_gap"] > 1e-3
 
 
 def test_an_engine_in_half_precision_passes_the_trial_and_another_model_does_not(fresh, engine):
     engine.dtype = torch.bfloat16
-    generate = names_of(RECIPES, "engine_at")["engine_at"](engine.url)
-    check(*fresh, generate=generate)
+    check(*fresh, generate=engine.generate)
     engine.takes_weights = False
     engine.model.lm_head.weight.data.mul_(20)
     with pytest.raises(ValueError, match="eight sampled tokens differ"):
-        check(*fresh, generate=generate)
+        check(*fresh, generate=engine.generate)
 
 
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
