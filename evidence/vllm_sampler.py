@@ -26,8 +26,8 @@ HERE = Path(__file__).parent
 URL = "http://127.0.0.1:8437"
 SERVER = """--host 127.0.0.1 --port 8437 --dtype float32 --max-model-len 160 --max-num-seqs 256
     --generation-config vllm --logprobs-mode processed_logprobs --enforce-eager""".split()
-FLAGS = [*tiny.FLAGS, "--instruction", "", "--minibatches", "4", "--epochs", "1", "--prompts_per_step",
-         "8", "--group_size", "8"]
+FLAGS = [*tiny.FLAGS, "--instruction", "", "--minibatches", "4", "--epochs", "1",
+         "--prompts_per_step", "8", "--group_size", "8"]
 KEPT = "step", "reward", "sampler_gap", "log_ratio_first_max", "clip_fraction", "seconds"
 
 
