@@ -170,12 +170,11 @@ def check_shape(got, shape):
 
 def check_refused(hint, function, *arguments, shapes=False):
     """The call raises a ValueError, or the test fails. With shapes, its message has a number."""
-    error = None
     try:
         got = function(*arguments)
     except Exception as raised:
         error = raised
-    if error is None:
+    else:
         fail(f"{hint}: this must raise ValueError", f"got      {got}")
     got = f"got      {type(error).__name__}: {error}"
     if not isinstance(error, ValueError):

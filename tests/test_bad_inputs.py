@@ -18,7 +18,7 @@ import gspo
 import support.saving
 import train_math
 from gspo import gspo_loss
-from test_gspo import RANGE, example
+from test_gspo import example
 from tests.conftest import (
     QUESTIONS,
     at_call,
@@ -455,22 +455,19 @@ def zeros(*shapes):
 
 
 ONES = torch.ones(2)
-TWO = (2, 5), (2, 5)
 
 
 @pytest.mark.parametrize("message, function, arguments", [
     ("pass mask == 0", gspo.gspo_loss, [*example()[:3], -1e9 * ~example()[3]]),
     ("instead of 0.9997 pass 0.0003", gspo.gspo_loss, [*example(), 0.9997, 1.0004]),
     ("eps_low 1.5 must be above 0", gspo.gspo_loss, [*example(), 1.5, -1]),
-    ("denominator must be above 0", gspo.gspo_loss, [*example(), *RANGE, -2]),
     ("denominator must be above 0", gspo.gspo_loss, zeros((0, 3), (0, 3), (0,), (0, 3))),
     ("instead of 1.0004 pass 0.0004", gspo.clipped_objective, [ONES, ONES, 0.2, 1.0004]),
     ("not the bound", gspo.clipped_objective, [ONES, ONES, 0.2, 1.1]),
     ("not a list", gspo.group_advantages, [[1.0, 0.0], 2]),
     ("rewards (2, 2)", gspo.group_advantages, [*zeros((2, 2)), 2]),
     ("logits (2, 5, 9), tokens (2, 7)", gspo.token_log_probs, zeros((2, 5, 9), (2, 7))),
-    ("mask (1, 5)", gspo.sequence_ratio, zeros(*TWO, (1, 5))),
-    ("advantages (3,), mask (2, 5)", gspo.gspo_loss, zeros(*TWO, (3,), (2, 5))),
+    ("advantages (3,), mask (2, 5)", gspo.gspo_loss, zeros((2, 5), (2, 5), (3,), (2, 5))),
 ])
 def test_a_message_of_the_maths_says_what_was_found_and_what_to_do(message, function, arguments):
     with pytest.raises(ValueError, match=re.escape(message)):

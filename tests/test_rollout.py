@@ -46,7 +46,6 @@ KINDS = {  # whether its cache can be static, the class of the model in transfor
     "only windows": (True, "MistralForCausalLM", SIZES | {"sliding_window": 128}),
     "GPT-2": (True, "GPT2LMHeadModel", GPT2_SIZES),
     "a short window": (False, "Qwen2ForCausalLM", SIZES | SLIDING | {"sliding_window": 8}),
-    "Gemma 3": (False, "Gemma3ForCausalLM", SIZES | {"head_dim": 8, "sliding_window": 8}),
     "LFM2": (False, "Lfm2ForCausalLM", SIZES | {"layer_types": ["conv", "full_attention"]}),
     "CTRL": (False, "CTRLLMHeadModel", {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 2}),
     "linear rope": (
@@ -205,9 +204,9 @@ class TestBothSamplers:
     @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_sample_from_the_distribution_of_the_model(self, model, prompts, sampler, temperature):
-        """The first two tokens of 10,000 responses to each of two prompts of different lengths are
+        """The first two tokens of 5,000 responses to each of two prompts of different lengths are
         compared with the exact probabilities."""
-        n = 10_000
+        n = 5000
         ends = torch.tensor([model.config.eos_token_id])
         torch.manual_seed(0)
         responses, _ = sampler(model, prompts, n, 2, temperature, ends)
@@ -323,7 +322,9 @@ class TestBothSamplers:
 
 
 class TestAReplayedGraph:
-    @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "a long window", "only windows", "GPT-2"])
+    @pytest.mark.parametrize("kind", [
+        "Qwen3", "a long window", "GPT-2",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Qwen2", "only windows"))])
     def test_gives_the_tokens_of_the_dynamic_sampler(self, graphs, kind):
         """In float32 all of them. In 16 bits, rounding may change a token of a random model."""
         model, tokenizer = model_of(kind, seed=0)
@@ -346,14 +347,6 @@ class TestAReplayedGraph:
             runs.append(static_rollout(model, prompts, 8, 12, 0.7, FREQUENT_ENDS)[0])
         assert runs[0] == runs[1] != runs[2] and Graph.replays > 0
         assert len({tuple(response) for response in runs[0]}) > 8
-
-    def test_gives_responses_with_exact_ratios(self, graphs, fresh, pretend_cuda):
-        pretend_cuda(fresh[0])
-        rows = train(fresh, held_out=2, max_steps=2)
-        for row in rows[1:]:
-            assert row["log_ratio_first_max"] == 0 and 1e-6 < row["sampler_gap"] < 1e-2
-            assert "notes" not in row
-        assert Graph.replays > 10
 
     @pytest.mark.parametrize("error, raised", [
         (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
@@ -403,9 +396,10 @@ class TestWhichSampler:
     def test_the_cache_can_be_static_if_it_keeps_the_whole_text(self, monkeypatch, kind):
         model, _ = model_of(kind)
         assert cache_can_be_static(model, 64) is KINDS[kind][0]
-        if kind == "a long window":
-            assert cache_can_be_static(model, 128)
-            assert not cache_can_be_static(model, 129)
+        window = getattr(model.config, "sliding_window", None)
+        if window:
+            assert cache_can_be_static(model, window)
+            assert not cache_can_be_static(model, window + 1)
         monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
         assert not cache_can_be_static(model, 64), "it does not say whether it can be captured"
 
@@ -433,51 +427,36 @@ class TestWhichSampler:
         for weight_name, weight in model.state_dict().items():
             assert torch.equal(weight, before[weight_name]) and weight.dtype == torch.float32
 
-    def test_a_short_window_needs_the_dynamic_one_on_cuda_too(self, chosen, pretend_cuda):
-        """For a long text, and not for a short one, which fits into the window."""
-        model, tokenizer = model_of("a short window")
-        pretend_cuda(model)
-        for prompts, length in (encoded(tokenizer), 3), ([[5, 6], [7]], 3), ([[5, 6], [7]], 7):
-            train_math.generate(model, prompts, 2, length, 0.0, FREQUENT_ENDS)
-        assert [name for name, *_ in chosen] == ["dynamic", "static", "dynamic"]
-
-    @pytest.mark.parametrize("case, dtypes", [
-        ("all is well", ["float16", "float16"]),
-        ("both are far from float32", ["float32", "float32"]),
-        ("float16 overflows in a response", ["float16", "bfloat16", "bfloat16"]),
+    @pytest.mark.parametrize("weight, logits, used", [
+        (0, 0, ["float16", "float16"]),
+        (1000, 0, ["float32", "float32"]),
+        (0, math.inf, ["float16", "bfloat16", "bfloat16"]),
     ])
     def test_the_weights_are_as_coarse_as_the_model_allows(
-            self, tiny, chosen, pretend_cuda, monkeypatch, capsys, case, dtypes):
+            self, tiny, chosen, pretend_cuda, monkeypatch, capsys, weight, logits, used):
         """A precision that has failed is not tried again. In the second case, all logits are large,
         and two of them differ by less than 16 bits can show. In the third one, the prompts show
-        nothing, but token 5 of a response makes float16 overflow."""
+        nothing, but a later token of a response makes float16 overflow."""
         model, tokenizer = tiny
         pretend_cuda(model)
-        if case == "both are far from float32":
-            weight = torch.full_like(model.lm_head.weight, 1000)
-            weight[8] += 0.24
-            weight[9] -= 0.24
-            model.lm_head.weight = torch.nn.Parameter(weight)
+        if weight:
+            model.lm_head.weight = torch.nn.Parameter(torch.full_like(model.lm_head.weight, weight))
+            model.lm_head.weight.data[8:10] += torch.tensor([[0.24], [-0.24]])
 
-        def overflows(sampler, cache, ids, mask, positions):
-            logits = next_logits(sampler, cache, ids, mask, positions)
-            if ids.shape[1] == 1 and logits.dtype == torch.float16:
-                logits = logits + math.inf
-            return logits
+        def later_logits(sampler, cache, ids, *more):
+            found = next_logits(sampler, cache, ids, *more)
+            is_later = ids.shape[1] == 1 and found.dtype == torch.float16
+            return found + logits if is_later else found
 
-        if case == "float16 overflows in a response":
-            monkeypatch.setattr(cuda_sampling, "next_logits", overflows)
+        monkeypatch.setattr(cuda_sampling, "next_logits", later_logits)
         for _ in range(2):
             _, log_probs = train_math.generate(
                 model, encoded(tokenizer), 2, 3, 1.0, torch.tensor([1]))
             assert log_probs.isfinite().all()
-        assert [f"torch.{name}" for name in dtypes] == [
-            str(next(sampler.parameters()).dtype) for _, sampler, _ in chosen]
-        failed = {"float16", "bfloat16", "float32"} - {"bfloat16", "float32", dtypes[-1]}
-        failed |= {"bfloat16"} if dtypes[-1] == "float32" else set()
-        shown = capsys.readouterr().out
-        assert shown.count("note:") == len(failed)
-        assert all(f"this model cannot sample in torch.{name}" in shown for name in failed)
+        assert [next(sampler.parameters()).dtype for _, sampler, _ in chosen] == [
+            getattr(torch, name) for name in used]
+        failed = {"float16": 0, "bfloat16": 1, "float32": 2}[used[-1]]
+        assert capsys.readouterr().out.count("note: this model cannot sample in") == failed
 
     def test_no_precision_that_gives_no_numbers_is_accepted(self, fresh, pretend_cuda):
         model, tokenizer = fresh
@@ -488,9 +467,8 @@ class TestWhichSampler:
             train_math.generate(model, encoded(tokenizer), 2, 3, 1.0, torch.tensor([1]))
 
     @pytest.mark.parametrize("gib, tokens", [
-        (10.9, 512), (13.9, 512), (14.7, 1024), (21.9, 1024), (22, 2048), (31.9, 2048),
-        (39.4, 4096), (44.3, 8192), (139, 8192),
-    ])
+        (13.9, 512), (14.7, 1024), (21.9, 1024), (22, 2048), (31.9, 2048), (39.4, 4096),
+        (44.3, 8192)])
     def test_the_micro_batch_fits_the_memory_of_the_gpu(self, monkeypatch, gib, tokens):
         properties = SimpleNamespace(total_memory=int(gib * 2**30))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -532,18 +510,18 @@ class TestSample:
             assert torch.allclose(got.log_probs[group], log_probs, atol=1e-5)
 
     @pytest.mark.parametrize("ends", [list(range(4, 75)), 7, None])
-    def test_ends_at_any_end_token_of_the_model_or_the_tokenizer(self, tiny, monkeypatch, ends):
+    def test_ends_at_any_end_token_of_the_model_or_the_tokenizer(self, tiny, ends):
         model, tokenizer = tiny
+        model.generation_config.eos_token_id = ends
         asked = []
 
-        def spy(*arguments):
+        def generate(*arguments):
             asked.extend(arguments[-1].tolist())
             return train_math.generate(*arguments)
 
-        monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
-        parts = train_math.Parts(generate=spy)
+        parts = train_math.Parts(generate=generate)
         train_math.sample(model, tokenizer, QUESTIONS, 2, 1.0, settings(), parts)
-        more = ends if isinstance(ends, list) else [ends] if ends else []
+        more = {list: ends, int: [ends], type(None): []}[type(ends)]
         assert asked == sorted({tokenizer.eos_token_id, *more})
 
     @pytest.mark.parametrize("system, begin", [
@@ -562,8 +540,10 @@ class TestSample:
 
 
 class TestLogProbs:
-    def test_are_the_same_if_a_large_vocabulary_needs_several_chunks(self, tiny, monkeypatch):
-        """And no chunk of logits has more than 256 rows, or 2^22 elements if that is more."""
+    @pytest.mark.parametrize("vocabulary, chunks", [(151_936, 2), (2**14, 2), (2**13, 1)])
+    def test_are_the_same_if_a_large_vocabulary_needs_several_chunks(
+            self, tiny, monkeypatch, vocabulary, chunks):
+        """A chunk of logits has at most 256 rows, or 2^22 elements if that is more."""
         model, tokenizer = tiny
         response = tokenizer("12\n#### 5" * 40).input_ids
         batch = micro_batch([[5, 6], [5]], [response[:99], response])
@@ -572,35 +552,16 @@ class TestLogProbs:
         sizes = []
 
         class Large:
+            weight = range(vocabulary)
+
             def __call__(self, hidden):
                 sizes.append(len(hidden))
                 return head(hidden)
 
         monkeypatch.setattr(model, "get_output_embeddings", Large)
-        all_rows = len(response) + 99
-        in_two = [256, all_rows - 256]
-        for vocabulary, expected in (151_936, in_two), (2**14, in_two), (2**13, [all_rows]):
-            Large.weight = range(vocabulary)
-            sizes.clear()
-            chunks = train_math.response_log_probs(model, batch, 1.0)
-            assert sizes == expected
-            assert torch.allclose(chunks, whole, atol=1e-5)
-
-    def test_leave_out_what_a_tool_wrote_but_the_model_reads_it(self, model):
-        """The log-probs of the sampler stand where those of the update stand. Numbers are marks,
-        too. The end token, 0, is kept although it is also the pad token."""
-        is_sampled = [[1, 0, 1], [True]]
-        sampled = torch.tensor([[-1.0, 0, -3], [-4, 0, 0]])
-        rollout = rollout_of([[5, 6], [5]], [[7, 8, 0], [7]], sampled, is_sampled)
-        batch = train_math.MicroBatch(rollout, torch.ones(2), [0, 1], "cpu")
-        assert batch.ids.tolist() == [[5, 6, 7, 8, 0], [5, 7, 0, 0, 0]]
-        assert batch.mask.tolist() == [[False, True, False, True], [True] + [False] * 3]
-        assert batch.sampler_log_probs.tolist() == [[0, -1, 0, -3], [-4, 0, 0, 0]]
-        log_probs = train_math.response_log_probs(model, batch, 1.0)
-        zero = torch.zeros(())
-        everything = model(torch.tensor([[5, 6, 7, 8, 0]])).logits[0].log_softmax(-1)
-        expected = torch.stack([zero, everything[1, 7], zero, everything[3, 0]])
-        assert torch.allclose(log_probs[0], expected, atol=1e-5)
+        found = train_math.response_log_probs(model, batch, 1.0)
+        assert sizes == ([256, len(response) + 99 - 256] if chunks == 2 else [len(response) + 99])
+        assert torch.allclose(found, whole, atol=1e-5)
 
     @pytest.mark.parametrize("lengths, tokens, shapes", [
         ([16] * 12, 63, [(3, 16)] * 4),
