@@ -18,7 +18,7 @@ from pathlib import Path
 
 FILES = ["gspo.py", "train_math.py", *map(str, sorted(Path("support").glob("*.py")))]
 TESTS = ["test_gspo.py", *(f"tests/test_{name}.py" for name in (
-    "answers", "data", "bad_inputs", "rollout", "train_math", "runs", "guides", "recipes"))]
+    "answers", "data", "bad_inputs", "rollout", "train_math", "runs", "pages"))]
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, And Or, BitAnd BitOr"
 SWAPPED = {ast.Mod: ast.Mult, ast.FloorDiv: ast.Div, ast.Pow: ast.Mult}
 for pair in PAIRS.split(", "):

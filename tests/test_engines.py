@@ -228,37 +228,29 @@ def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, masked
     assert max(s["gradient"] for s in seen) < 5e-6
 
 
-def test_the_blocks_for_trl_train_as_they_are_pasted(tmp_path, monkeypatch):
-    """Both blocks run one after the other as one file. Only the model (tiny, in bfloat16), the
-    questions (made up) and the number and length of the steps (small) are replaced."""
-    pytest.importorskip("trl")
+def test_the_file_for_trl_trains_as_it_is_pasted(tmp_path, monkeypatch):
+    """Only the model (tiny, in bfloat16), the questions (made up) and the number and length of the
+    steps (small) are replaced."""
+    trl = pytest.importorskip("trl")
     import datasets
     import transformers
     model, tokenizer = tiny()
     for part in model.bfloat16(), tokenizer:
         part.save_pretrained(tmp_path)
-    load = transformers.AutoModelForCausalLM.from_pretrained
     asked = []
     rows = datasets.Dataset.from_list([{"question": f"How many are {i}?", "answer": "#### 7"}
                                        for i in range(32)])
-
-    def load_dataset(*name, split):
-        asked.append((*name, split))
-        return rows
-
-    def from_pretrained(name, **how):
-        asked.append(name)
-        return load(tmp_path, **how)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    names = run_block("class GSPOTrainer")
-    config = names["config"]
-    for name, value in {"output_dir": str(tmp_path / "runs"), "use_cpu": True,
-                        "save_strategy": "no", "max_steps": 16, "max_completion_length": 8,
-                        "learning_rate": 1e-3, "logging_steps": 1}.items():
-        setattr(config, name, value)
-    trainer = run_block("trainer.train()", **names)["trainer"]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained",
+                        lambda name, **how: asked.append(name) or load(tmp_path, **how))
+    monkeypatch.setattr(datasets, "load_dataset",
+                        lambda *name, split: asked.append((*name, split)) or rows)
+    small = {"use_cpu": True, "save_strategy": "no", "max_steps": 16, "max_completion_length": 8,
+             "learning_rate": 1e-3, "logging_steps": 1}
+    config = trl.GRPOConfig
+    monkeypatch.setattr(trl, "GRPOConfig",
+                        lambda name, **settings: config(str(tmp_path / name), **settings | small))
+    trainer = run_block("class GSPOTrainer", __name__="__main__")["trainer"]
     assert asked == [("openai/gsm8k", "main", "train"), "Qwen/Qwen2.5-0.5B-Instruct"]
     assert type(trainer).__name__ == "GSPOTrainer" and trainer.state.global_step == 16
     rewards, clipped = (
