@@ -9,12 +9,11 @@ The published logs a to h are in bugs.jsonl, and their answers are in find_the_b
 is missing, its runs are made again. A run takes about half a minute on an idle core, and is kept in
 runs/bugs/.
 
-A hand-out is FOLDER with exercise.md, eight logs and their picture. --shuffle gives the seed with
-which the letters are shuffled. The key is not near FOLDER but in runs/keys/. Nothing is
-overwritten. Without --seed, a hand-out takes seconds, but its logs are the published ones, so that
-a student can look up the answers. With --seed N, eight new runs with the seeds N to N + 7 are made.
-Compare the key with the new logs before you grade, because seeds differ, and the key describes the
-usual case.
+A hand-out is FOLDER with the exercise of find_the_bug.md, its logs and their picture. --shuffle
+gives the seed with which the letters are shuffled. The key is not near FOLDER but in runs/keys/.
+Nothing is overwritten. Without --seed, a hand-out takes seconds, but its logs are the published
+ones, so that a student can look up the answers. With --seed N, eight new runs with the seeds N to
+N + 7 are made. Compare the answers with the new logs before you grade, because seeds differ.
 
 The bugs follow below. Do not read on before you have solved find_the_bug.md.
 """
@@ -33,26 +32,37 @@ from matplotlib.figure import Figure
 import train_math
 from gspo import clipped_objective, group_advantages, gspo_loss
 from lesson import tiny
-from tools.logs import make_writable, read, read_packed, write, write_packed
+from tools.logs import make_writable, read, read_packed, write_packed
 from tools.plot import STYLES, shrink
 
-LOGS = Path(__file__).with_name("bugs.jsonl")
-PICTURE = LOGS.with_suffix(".png")
+PAGE = Path(__file__).with_name("find_the_bug.md")
+LOGS = PAGE.with_name("bugs.jsonl")
 FLAGS = [*tiny.FLAGS, "--learning_rate", "3e-4", "--eps_low", "0.003", "--eps_high", "0.004",
          "--max_steps", "8", "--save_steps", "8", "--instruction", ""]
 METRICS = ("reward", "response_length", "cut", "equal_reward_groups", "entropy", "loss",
            "grad_norm", "clip_fraction", "log_ratio_first_max", "log_ratio_std")
-SETTINGS = ("algorithm", "group_size", "prompts_per_step", "minibatches", "epochs",
-            "learning_rate", "max_steps", "max_completion_length")
-PANELS = {"reward": "linear", "response_length": "linear", "equal_reward_groups": "linear",
-          "loss": "log", "grad_norm": "log", "clip_fraction": "linear", "log_ratio_std": "log"}
-UNITS = {"reward": "mean", "response_length": "tokens", "equal_reward_groups": "fraction",
-         "loss": "absolute value", "grad_norm": "before clipping",
-         "clip_fraction": "fraction of tokens", "log_ratio_std": "of log s"}
+PANELS = {  # metric: (unit, scale of the vertical axis)
+    "reward": ("mean", "linear"),
+    "response_length": ("tokens", "linear"),
+    "equal_reward_groups": ("fraction", "linear"),
+    "loss": ("absolute value", "log"),
+    "grad_norm": ("before clipping", "log"),
+    "clip_fraction": ("fraction of tokens", "linear"),
+    "log_ratio_std": ("of log s", "log")}
 CAPTION = """`python -m homework.find_the_bug --all`: world 0, seed 0, eight rollouts.
 Means over the rollouts, of the loss's size, and eval_reward at the end.
 Bold: less than half of the value without a bug, or more than twice.
 
+"""
+KEY = """# Find the bug: the key
+
+Letters: shuffled with {shuffle}. Runs: {runs}. The answers in homework/find_the_bug.md say which
+metric shows each bug, and why. Accept any other metric if the log shows it and the explanation is
+correct.
+
+| log | what is wrong |
+|---|---|
+{lines}
 """
 LETTERS = "abcdefgh"
 SECOND_SEED = 1  # of the second correct run; the seed of all other published runs is 0
@@ -138,92 +148,6 @@ BUGS = {  # the bug: what makes it (Parts or a field of Algorithm, flags, the op
     "the old log-probs are taken anew before each update": {"response_log_probs": taken_anew}}
 
 
-REASONS = {  # the bug: the metric that shows it, and why the bug must change this metric
-    "nothing": (
-        "equal_reward_groups, grad_norm and clip_fraction are normal",
-        "equal_reward_groups is above 0 in some rollouts, grad_norm stays below 1, the size of the "
-        "loss is about 1e-4 to 1e-2, and clip_fraction falls but not to 0. Two correct runs with "
-        "different seeds differ in every number, so a small difference is no sign of a mistake."),
-    "the ratio is always 1: the current log-probs stand for the old": (
-        "loss, about 1e-8",
-        "If every ratio is 1, the loss is minus the mean advantage of a minibatch, which is 0 "
-        "apart from rounding. In a correct run, the ratios differ from 1 after the first update, "
-        "and the loss is not that small. Nothing is ever clipped, so the policy moves too far "
-        "(log_ratio_std in the first rollout), and the run collapses."),
-    "zero_grad is missing": (
-        "grad_norm, at least about 1 in every rollout",
-        "Each step uses the sum of its gradient and all earlier ones. clip_grad_norm_ scales this "
-        "sum in place to norm 1, and the next gradient is added to it."),
-    "advantages do not belong to their responses": (
-        "reward, which does not rise, while the other metrics look normal",
-        "The gradient has its usual size, so grad_norm, clip_fraction and log_ratio_std do not "
-        "change. But its direction does not depend on which responses were correct."),
-    "advantages over the whole batch, not over the group": (
-        "equal_reward_groups, exactly 0 in every rollout",
-        "A group with equal rewards has advantages of 0 only if its mean is subtracted. The mean "
-        "of the whole batch differs from it, so that no advantage is exactly 0."),
-    "no root: s is the product of the tokens' ratios": (
-        "grad_norm, several times that of a correct run",
-        "The derivative of log s lacks the factor 1/|y|. The gradient is clipped to norm 1 before "
-        "the step, which hides the mistake from the weights and thus from the reward."),
-    "GRPO's clip range with GSPO": (
-        "clip_fraction, near 0 after the first rollouts",
-        "s is a geometric mean over the tokens and stays near 1, so it hardly ever leaves the "
-        "range from 0.8 to 1.27. The policy moves further in each rollout (log_ratio_std).")}
-
-EXERCISE = """# Find the bug
-
-Eight runs had eight rollouts each on the same task. A model with 100,000 parameters answers word
-problems, and a response has the reward 1 if its answer is correct, and otherwise 0. None of the
-runs printed an error or a warning. Two runs are correct. Their seeds differ, so they show how much
-the metrics differ without a mistake. In each of the other six runs, one line of the training loop
-is wrong. Which log belongs to which mistake, and how can you tell?
-
-![A row of panels for each of the logs a to h, one panel per metric](logs.png)
-
-All eight runs were meant to be GSPO with a clip range of 0.003 and 0.004, a learning rate of 3e-4,
-16 questions with 16 responses each per rollout, and 8 minibatches x 4 epochs, which are 32
-optimizer steps. Each gradient is clipped to norm 1. The numbers are in a.jsonl to h.jsonl, one line
-per rollout. The first line is an evaluation before training.
-
-| metric | meaning |
-|---|---|
-| `reward` | mean reward of the sampled responses |
-| `eval_reward` | accuracy on held-out questions with greedy decoding (squares in the picture) |
-| `response_length`, `cut` | mean length in tokens; fraction of responses at the limit of 108 |
-| `equal_reward_groups` | fraction of groups whose advantages are all exactly 0 |
-| `entropy` | mean entropy per token in nats |
-| `loss` | mean over the optimizer steps; the picture shows its absolute value |
-| `grad_norm` | mean gradient norm before it is clipped to 1 |
-| `clip_fraction` | fraction of tokens that the clip removes from the gradient |
-| `log_ratio_first_max` | largest absolute log importance ratio before the first optimizer step |
-| `log_ratio_std` | standard deviation of the log importance ratios after it |
-
-`clip_fraction` and the log ratios are computed from the true old log-probs, even if the loss used
-something else.
-
-Before you look at the logs, write down for each mistake which metric must change, and how. Then
-complete the table. A correct letter gives 1 point. A reason gives 2 points: one for the metric that
-shows the mistake, and one for a sentence that says why the mistake must change this metric. For a
-correct run, say which metrics exclude the mistakes that still learn. There are 24 points.
-
-| what is wrong | log | the metric that shows it, and why it must |
-|---|---|---|
-{lines}
-"""
-
-KEY = """# Find the bug: the key
-
-Letters: shuffled with {shuffle}. Runs: {runs}. A letter gives 1 point. A reason gives 2 points: one
-for the metric, and one for the explanation. Accept any other metric if the log shows it and the
-explanation is correct.
-
-| log | what is wrong | the metric that shows it | why |
-|---|---|---|---|
-{lines}
-"""
-
-
 # ---- the runs ------------------------------------------------------------------------------------
 
 
@@ -275,8 +199,6 @@ def shown(row):
     for name in (*METRICS, "eval_reward"):
         if name in row:
             kept[name] = None if row[name] is None else float(f"{row[name]:.4g}")
-    if "settings" in row:
-        kept["settings"] = {name: row["settings"][name] for name in SETTINGS}
     return kept
 
 
@@ -284,7 +206,7 @@ def shown(row):
 
 
 def hand_out(folder, shuffle, seed=None):
-    """Writes the exercise and eight logs into a new folder, and the key into runs/keys.
+    """Writes the exercise into a new folder, and its key into runs/keys.
 
     shuffle: the seed of the letters. seed: of the first of eight new runs; None: the published
     logs. Returns the path of the key. FileExistsError: one of the two exists already."""
@@ -303,16 +225,13 @@ def hand_out(folder, shuffle, seed=None):
         source = f"new ones with the seeds {seed} to {seed + 7}"
     order = list(range(len(LETTERS)))
     random.Random(shuffle).shuffle(order)
+    logs = {letter: logs[i] for letter, i in zip(LETTERS, order)}
     folder.mkdir(parents=True)
-    for letter, i in zip(LETTERS, order):
-        write(folder / f"{letter}.jsonl", logs[i])
-    draw({letter: logs[i] for letter, i in zip(LETTERS, order)}, folder / "logs.png")
-    lines = [f"| {name} | | |" for name in sorted(names)]
-    (folder / "exercise.md").write_text(EXERCISE.format(lines="\n".join(lines)))
-    lines = []
-    for letter, i in zip(LETTERS, order):
-        metric, why = REASONS[names[i]]
-        lines.append(f"| {letter} | {names[i]} | {metric} | {why} |")
+    exercise, _, _ = PAGE.read_text(encoding="utf-8").partition("<details>")
+    (folder / PAGE.name).write_text(exercise, encoding="utf-8")
+    write_packed(folder / LOGS.name, logs)
+    draw(logs, folder / LOGS.with_suffix(".png").name)
+    lines = [f"| {letter} | {names[i]} |" for letter, i in zip(LETTERS, order)]
     key.write_text(KEY.format(shuffle=shuffle, runs=source, lines="\n".join(lines)))
     return key
 
@@ -325,7 +244,7 @@ def draw(logs, path):
     figure = Figure((12, 1.45 * len(logs) + 1), layout="constrained")
     axes = figure.subplots(len(logs), len(PANELS), sharex=True, sharey="col")
     for line, (letter, rows) in zip(axes, logs.items()):
-        for axis, (name, scale) in zip(line, PANELS.items()):
+        for axis, (name, (_, scale)) in zip(line, PANELS.items()):
             values = [math.nan if row[name] is None else abs(row[name]) for row in rows[1:]]
             axis.plot(range(1, len(rows)), values, ".-", color=BLUE)
             axis.set_yscale(scale)
@@ -334,8 +253,8 @@ def draw(logs, path):
         line[0].set_ylabel(letter, rotation=0, fontsize=16, labelpad=16)
         evaluated = [rows[0]["eval_reward"], rows[-1]["eval_reward"]]
         line[0].plot([0, len(rows) - 1], evaluated, "s", color="black", markerfacecolor="white")
-    for axis, name in zip(axes[0], PANELS):
-        axis.set_title(f"{name}\n({UNITS[name]})", fontsize=10)
+    for axis, (name, (unit, _)) in zip(axes[0], PANELS.items()):
+        axis.set_title(f"{name}\n({unit})", fontsize=10)
     for axis in axes[-1]:
         axis.set_xticks([0, 4, 8])
     figure.suptitle("Each row is a log. Six logs differ from a correct run in at least one panel.")
@@ -393,8 +312,8 @@ def main(argv=None):
     if args.all:
         print(CAPTION + table(), end="")
         return
-    draw(published(), PICTURE)
-    print(f"{LOGS}, and its picture, {PICTURE.name}")
+    draw(published(), LOGS.with_suffix(".png"))
+    print(f"{LOGS}, and its picture")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ PATH = Path(os.environ.get("LOOP") or FOLDER / "train_math.py").resolve()
 END = 1       # the token that ends a response, and in these tests also the one that pads
 WORDS = 6     # 0 to 5
 BLANKS = "MicroBatch", "ResponseLogProbs", "Phase3Remember", "Phase4Update", "WholeStep"
-LOAD_SECONDS = 60
+LOAD_SECONDS = 120
 
 
 # ---- the file under test -------------------------------------------------------------------------
@@ -229,14 +229,10 @@ class Run:
                   mock.patch.dict(loop.ALGORITHMS, gspo=algorithm)):
                 self.locals = phase(number)(
                     self.policy, None, optimizer, questions, 1, cfg, parts)
-        except NotImplementedError:
-            fail(f"phase {number} is still to be written")
         except NameError as error:
             fail(f"{error} (phase 4 may use only `minibatches` of phase 3)")
         if self.built is None:
             fail("phase 3 must call build_minibatches, which makes the minibatches")
-        if not isinstance(self.locals, dict):
-            fail(f"phase {number} must not return, because the lines below it return the metrics")
 
     def value(self, name):
         if name not in self.locals:
@@ -338,11 +334,8 @@ class Run:
              "the minibatch, not those of the micro-batch, which the loss counts by default"),
         ]
         if step > 0:
-            earlier = sum(self.gradients[:step])
             known.append((right + self.gradients[step - 1], f"step {step + 1} still has the "
                           "gradient of the step before: call zero_grad"))
-            known.append((right + earlier, f"step {step + 1} still has the gradients of the "
-                          "steps before: call zero_grad"))
         check(self.gradients[step], right, hint, mistakes=known)
 
 
@@ -403,11 +396,6 @@ class TestMicroBatch:
             (tokens("0110 1100 0000"), "the last token of each response belongs to it, too"),
             (tokens("0101 1110 0001"), "a token of the response may be 0, as padding is: make the "
              "mask from rollout.is_sampled")])
-
-    def test_mask_keeps_the_end_token_where_it_is_the_pad_token(self):
-        mask = self.made([0, 2]).mask
-        check(mask.sum(dim=1), [3, 1], "the end token belongs to the response: make the mask "
-              "from rollout.is_sampled, because a model may use its end token for padding")
 
     def test_mask_is_0_on_a_token_that_the_model_did_not_sample(self):
         """A tool has written the second token of the first response."""
@@ -542,17 +530,13 @@ class TestPhase3Remember:
             hint = "old_log_probs are response_log_probs of the policy"
             check(batch.old_log_probs, before, hint, 0)
 
-    def test_each_micro_batch_is_on_policy(self):
+    def test_each_micro_batch_is_on_policy_and_has_no_gradient(self):
         for batch in itertools.chain(*Run(3).built):
+            if batch.old_log_probs is None or batch.old_log_probs.requires_grad:
+                fail("old log-probs must not have a gradient: compute them in torch.no_grad()")
             if not getattr(batch, "is_on_policy", False):
                 fail("is_on_policy must be True for a micro-batch whose old log-probs are computed "
                      "here, because the metrics need it")
-
-    def test_old_log_probs_are_without_a_gradient(self):
-        run = Run(3)
-        for batch in itertools.chain(*run.built):
-            if batch.old_log_probs is None or batch.old_log_probs.requires_grad:
-                fail("old log-probs must not have a gradient: compute them in torch.no_grad()")
 
     def test_old_log_probs_are_at_the_temperature_of_the_sampling(self):
         got = [temperature for _, temperature in Run(3, temperature=0.8).asked]
