@@ -8,6 +8,7 @@ the ratio of each token is also that of the response.
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 from gspo import clipped_objective
 from tools.plot import STYLES, shrink
@@ -62,7 +63,6 @@ def weight(objective, ratio, advantage):
 
 
 def draw_clip(path):
-    from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     ratio = torch.linspace(0.4, 1.7, 1301).double()
     panels = figure.subplots(1, 2)
@@ -88,7 +88,6 @@ def draw_clip(path):
 
 
 def draw_weights(path):
-    from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     ratio = torch.linspace(0.3, 2.2, 3801).double()
     panels = figure.subplots(1, 2, sharey=True)

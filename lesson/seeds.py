@@ -9,12 +9,10 @@
 trains on fresh pairs, which were used to evaluate these settings. evidence/plans/lesson.md states
 the settings, the criterion and the pairs, and was committed before the fresh runs. A run that is in
 evidence/logs/lesson.jsonl.gz is not repeated. If a command is interrupted, run it again to
-continue. `--worlds 13 14` restricts a process to these worlds, so that two processes can divide the
-work. `table` trains nothing. It only prints the table and draws lesson/collapse.png.
+continue. `table` trains nothing. It only prints the tables and draws lesson/collapse.png.
 """
 import argparse
 import json
-import math
 import shutil
 import statistics
 import time
@@ -22,12 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import matplotlib
 import torch
-from filelock import FileLock
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 import train_math
 from gspo import gspo_loss, sequence_ratio
@@ -86,10 +80,7 @@ def run(part, variant, flags, world, seed):
     rows[-1]["sampled"] = tiny.accuracy(model, tokenizer, tiny.questions()[1], 1.0)
     rows[-1]["cpu_seconds"] = cpu_seconds
     rows[0]["start"] = json.loads((tiny.world(world) / "start.json").read_text())
-    for row in rows:
-        row.pop("eval_samples", None)
-    with FileLock("runs/seeds.lock"):  # several processes may append to one file
-        append(LOG, {"log": part, "variant": variant, "world": world, "seed": seed, "rows": rows})
+    append(LOG, {"log": part, "variant": variant, "world": world, "seed": seed, "rows": rows})
     shutil.rmtree(output)
     print(f"{variant}, world {world}, seed {seed}: greedy {rows[-1]['eval_reward']:.2f}, "
           f"sampled {rows[-1]['sampled']:.2f}, CPU {cpu_seconds:.0f} s", flush=True)
@@ -101,15 +92,13 @@ def candidates():
             for algorithm, lows in RANGES.items() for low in lows}
 
 
-def choose(worlds):
+def choose():
     """The runs on worlds 0 and 1, from which the ranges were chosen."""
     for world, seed in CHOICE_NO_CLIP:
-        if world in worlds:
-            run("choose", "no clip", VARIANTS["no clip"], world, seed)
+        run("choose", "no clip", VARIANTS["no clip"], world, seed)
     for world, seed in CHOICE:
-        if world in worlds:
-            for name, flags in candidates().items():
-                run("choose", name, flags, world, seed)
+        for name, flags in candidates().items():
+            run("choose", name, flags, world, seed)
 
 
 def chosen_range(algorithm):
@@ -123,20 +112,19 @@ def chosen_range(algorithm):
     return max(RANGES[algorithm], key=mean)
 
 
-def report(worlds, pairs=FRESH, part="report"):
+def report(pairs=FRESH, part="report"):
     """The runs on the fresh pairs: all variants of a pair before the next pair."""
     variants = VARIANTS | {algorithm: clipped(algorithm, chosen_range(algorithm))
                            for algorithm in RANGES}
     for world, seed in pairs:
-        if world in worlds:
-            for name in STYLES:
-                run(part, name, variants[name], world, seed)
+        for name in STYLES:
+            run(part, name, variants[name], world, seed)
 
 
 def lesson():
     """The runs that the lesson shows, on world 0: all variants with seed 0, and with the seeds 0 to
     2 those that differ only in the number of updates per rollout (32, 8 and 1)."""
-    report({0}, [(0, 0)], "lesson")
+    report([(0, 0)], "lesson")
     gspo = clipped("GSPO", chosen_range("GSPO"))
     variants = {"GSPO": gspo, "one epoch": [*gspo, "--epochs", "1"],
                 "one update": VARIANTS["one update"]}
@@ -261,48 +249,33 @@ def report_table(runs):
     return "\n".join(lines) + "\n"
 
 
-def curve(rows, key):
-    """The values of a metric after rollouts 1, 2, ...; NaN where there is no value."""
-    return [math.nan if row[key] is None else row[key] for row in rows[1:]]
-
-
-def draw_curves(axis, by_pair, key, scale, style, label):
-    """A thin line for each run and a bold one with markers for their mean."""
-    color, line, marker = style
-    curves = [[scale * value for value in curve(rows, key)] for rows in by_pair.values()]
-    steps = range(1, len(curves[0]) + 1)
-    for values in curves:
-        axis.plot(steps, values, line, color=color, alpha=0.25, linewidth=0.8)
-    known = [[value for value in values if not math.isnan(value)] for values in zip(*curves)]
-    if all(known):
-        axis.plot(steps, [statistics.fmean(values) for values in known], line, marker=marker,
-                  markersize=4, color=color, linewidth=2.5, label=label)
-    axis.set(xlabel="rollout", xticks=range(2, 17, 2))
-    axis.grid(alpha=0.3)
-
-
 def draw_collapse(runs, path):
-    """The picture of the front page: GSPO with and without its clip."""
-    figure, axis = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    """The picture of the front page: GSPO with and without its clip. A thin line is a run, and a
+    bold one with markers is the mean."""
+    figure = Figure((8, 4.4), layout="constrained")
+    axis = figure.subplots()
     number = len(runs["GSPO"])
-    labels = {"GSPO": "GSPO", "no clip": "GSPO without its clip"}
-    for name, label in labels.items():
-        draw_curves(axis, runs[name], "reward", 100, STYLES[name], label)
-    axis.set(ylim=(0, 100), ylabel="accuracy of the sampled responses (%)",
-             title=f"Without the clip, all {number} runs collapse")
+    for name, label in (("GSPO", "GSPO"), ("no clip", "GSPO without its clip")):
+        color, line, marker = STYLES[name]
+        curves = [[100 * row["reward"] for row in rows[1:]] for rows in runs[name].values()]
+        steps = range(1, len(curves[0]) + 1)
+        for values in curves:
+            axis.plot(steps, values, line, color=color, alpha=0.25, linewidth=0.8)
+        axis.plot(steps, [statistics.fmean(values) for values in zip(*curves)], line,
+                  marker=marker, markersize=4, color=color, linewidth=2.5, label=label)
+    axis.set(ylim=(0, 100), ylabel="accuracy of the sampled responses (%)", xlabel="rollout",
+             xticks=range(2, 17, 2), title=f"Without the clip, all {number} runs collapse")
+    axis.grid(alpha=0.3)
     figure.legend(title=f"bold with markers: mean of {number} runs; thin: one run",
                   handlelength=4, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
     plot.shrink(path)
 
 
 def fresh_runs():
-    """{variant: {pair: rows}} of the fresh pairs that have all variants."""
+    """{variant: {pair: rows}} of the fresh pairs."""
     found = runs_of("report")
-    finished = [pair for pair in sorted(FRESH)
-                if all((name, *pair) in found for name in STYLES)]
-    return {name: {pair: found[name, *pair] for pair in finished} for name in STYLES}
+    return {name: {pair: found[name, *pair] for pair in sorted(FRESH)} for name in STYLES}
 
 
 def tabulate():
@@ -312,12 +285,10 @@ def tabulate():
     for algorithm in RANGES:
         text += f"\nThe lower range chosen for {algorithm}: {chosen_range(algorithm)}\n"
     runs = fresh_runs()
-    number = len(runs["GSPO"])
-    if number:
-        text += f"\nFresh pairs: {number} of {len(FRESH)} are finished.\n\n"
-        text += report_table(runs)
-        text += ("\nThe plan's criterion: at least 11 of the 12 runs without a clip collapse "
-                 "(greedy, below 35%), and at least 11 of the 12 runs with GSPO reach 90%.\n")
+    text += f"\nFresh pairs: {len(runs['GSPO'])} of {len(FRESH)} are finished.\n\n"
+    text += report_table(runs)
+    text += ("\nThe plan's criterion: at least 11 of the 12 runs without a clip collapse (greedy, "
+             "below 35%), and at least 11 of the 12 runs with GSPO reach 90%.\n")
     return text
 
 
@@ -325,23 +296,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("part", choices=["choose", "report", "lesson", "visits", "table"],
                         help="which runs to make; table makes none")
-    parser.add_argument("--worlds", type=int, nargs="+", help="only these worlds (default: all)")
-    args = parser.parse_args()
-    make_writable(PICTURE if args.part == "table" else LOG)
+    part = parser.parse_args().part
+    make_writable(PICTURE if part == "table" else LOG)
     torch.set_num_threads(1)
-    worlds = args.worlds or {world for world, _ in CHOICE_NO_CLIP + FRESH}
-    if args.part == "choose":
-        choose(worlds)
-    if args.part == "report":
-        report(worlds)
-    if args.part == "lesson":
+    if part == "choose":
+        choose()
+    if part == "report":
+        report()
+    if part == "lesson":
         lesson()
-    if args.part == "visits":
+    if part == "visits":
         for epochs in 4, 1:
             count_visits(epochs)
-    if not args.worlds:
+    if part == "table":
         print(tabulate())
-    if args.part == "table":
         draw_collapse(fresh_runs(), PICTURE)
 
 

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from transformers.utils import logging
 
 try:
@@ -137,7 +136,7 @@ def make_world(folder, seed):
     aside = folder.with_name(folder.name + ".partial")
     model.save_pretrained(aside / "model")
     tokenizer.save_pretrained(aside / "model")
-    (aside / "questions").mkdir(exist_ok=True)
+    (aside / "questions").mkdir(parents=True, exist_ok=True)
     for name, rows in zip(("train", "test"), questions()):
         lines = [json.dumps({name: row[name] for name in ("question", "answer")}) for row in rows]
         Path(aside, "questions", f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -149,14 +148,10 @@ def make_world(folder, seed):
 def world(seed, root="runs"):
     """The folder of a world. World 0 is in the repository; others are made once and kept."""
     if seed == 0:
-        folder = Path(__file__).with_name("world")
-        is_near = folder.drive == Path.cwd().drive  # on Windows, it may be on another drive
-        return Path(os.path.relpath(folder)) if is_near else folder
+        return Path(os.path.relpath(Path(__file__).with_name("world")))
     folder = Path(root, f"world-{seed}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # a second process waits until the first has made it
-        if not folder.exists():
-            make_world(folder, seed)
+    if not folder.exists():
+        make_world(folder, seed)
     return folder
 
 
