@@ -34,7 +34,7 @@ PATH = Path(os.environ.get("LOOP") or FOLDER / "train_math.py").resolve()
 END = 1       # the token that ends a response, and in these tests also the one that pads
 WORDS = 6     # 0 to 5
 BLANKS = "MicroBatch", "ResponseLogProbs", "Phase3Remember", "Phase4Update", "WholeStep"
-LOAD_SECONDS = 120
+LOAD_SECONDS = 60
 
 
 # ---- the file under test -------------------------------------------------------------------------
