@@ -85,6 +85,7 @@ In PowerShell, leave out `{variable}={blank}`, and first run `$env:{variable}="{
 - Be ready to explain what breaks without each of your lines.
 """
 
+
 @dataclass
 class Homework:
     solution: Path                 # a file that has full marks
@@ -243,7 +244,7 @@ def loop_assignment(names):
 
     In MicroBatch.__init__, the lines that GIVEN finds stay, too."""
     if names:
-        refuse(f"{' '.join(names)}: a folder needs --handout, and files need --grade")
+        refuse(f"{' '.join(names)}: this homework has no smaller hand-out")
     source = read_text(ROOT / "train_math.py")
     lines = source.splitlines()
     answers = loop_pieces(source)
