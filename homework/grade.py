@@ -384,7 +384,7 @@ def results_of(homework, path):
             as_expected = code == (0 if right else 1)
             return entry, None if as_expected else f"its tests ended with the exit code {code}"
         ended = how_it_ended(printed, code)
-        if entry.get("start") not in set(homework.parts) - dead.keys():
+        if entry.get("start") not in homework.parts or entry["start"] in dead:
             return None, ended
         dead[entry["start"]] = ended
 
