@@ -1,8 +1,10 @@
 """The tools of tools/: logs, intervals, evaluate, plot and warm_up."""
 
+import functools
 import inspect
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from evidence import compare, rounding
 from evidence import sums as evidence_sums
 from homework import find_the_bug
 from lesson import seeds
-from tests.conftest import SMALL, one_line, parity_reward, sums, write_jsonl
+from tests.conftest import SMALL, one_line, parity_reward, rollout_of, sums, write_jsonl
 from tools import answers, evaluate, logs, plot, warm_up
 from tools.logs import mean_difference, mean_text, paired, read
 from tools.warm_up import tiny_model, tiny_tokenizer
@@ -55,32 +57,22 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == '{"step": 0}\n'
 
 
-def test_packed_logs_come_out_as_they_went_in(tmp_path):
-    """The packed file is readable, and holds equal logs once."""
+def test_packed_logs_come_out_as_they_went_in(tmp_path, capsys):
     folder = tmp_path / "runs"
-    same = [{"step": 0, "word": "−5"}, {"step": 1}]
-    for name, rows in ("a/before", same), ("a/eps_0.02", [{"step": 7}]), ("b/before", same):
+    for name, rows in ("a/before", [{"step": 0, "word": "−5"}, {"step": 1}]), ("b", [{"step": 7}]):
         path = folder / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         logs.write(path, rows)
     packed = tmp_path / "all.jsonl"
     logs.main(["pack", str(folder), str(packed)])
-    assert logs.read(packed) == [
-        {"log": "a/before", "step": 0, "word": "−5"},
-        {"log": "a/before", "step": 1},
-        {"log": "a/eps_0.02", "step": 7},
-        {"log": "b/before", "same_as": "a/before"},
-    ]
+    rows = [{"log": "a/before", "step": 0, "word": "−5"}, {"log": "a/before", "step": 1},
+            {"log": "b", "step": 7}]
+    assert logs.read(packed) == rows
+    logs.append(packed, {"log": "c", "same_as": "b"})
     logs.main(["unpack", str(packed), str(tmp_path / "out")])
-    contents = []
-    for top in folder, tmp_path / "out":
-        files = top.rglob("*.jsonl")
-        contents.append({path.relative_to(top): path.read_bytes() for path in files})
-    assert len(contents[0]) == 3
-    assert contents[0] == contents[1]
-
-
-def test_a_missing_file_is_refused(tmp_path, capsys):
+    for name, source in ("a/before", "a/before"), ("b", "b"), ("c", "b"):
+        unpacked = tmp_path / "out" / f"{name}.jsonl"
+        assert unpacked.read_bytes() == (folder / f"{source}.jsonl").read_bytes()
     with pytest.raises(SystemExit):
         logs.main(["unpack", str(tmp_path / "none.jsonl"), str(tmp_path / "out")])
     assert "none.jsonl does not exist" in capsys.readouterr().err
@@ -153,6 +145,23 @@ class TestEvaluate:
         assert "| before | at temperature 1.0, float32 |" in capsys.readouterr().out
         assert read(path) == rows
 
+    def test_says_what_an_evaluation_of_a_run_says(self, flags, tmp_path, monkeypatch, capsys):
+        """All responses are the same, and three of four answers are 7."""
+        questions = tmp_path / "questions" / "test.jsonl"
+        write_jsonl(questions, [{"question": f"{i}?", "answer": "#### 7"} for i in range(3)]
+                    + [{"question": "?", "answer": "#### 8"}])
+
+        def sample(model, tokenizer, questions, *others):
+            ids = [[1]] * len(questions)
+            return replace(rollout_of(ids, ids), questions=questions, texts=["no"] * len(questions))
+
+        ask = functools.partial(train_math.evaluate, sample=sample)
+        monkeypatch.setattr(train_math, "evaluate", ask)
+        evaluate.main([str(tmp_path / "before.jsonl"), *flags])
+        out = capsys.readouterr().out
+        assert "always the same answer has an accuracy of 75.0% at best" in out
+        assert "note: 100% of the responses in this evaluation are the same: 'no'" in out
+
     def test_asks_several_times(self, flags, tmp_path, capsys):
         path = tmp_path / "before.jsonl"
         several = ["--temperature", "1", "--samples"]
@@ -166,14 +175,6 @@ class TestEvaluate:
         out = capsys.readouterr().out
         assert "| before | at temperature 1.0, 4 samples, float32 |" in out
         assert "| temperature 1.0 | pass@1 | pass@2 | pass@4 | majority@4 |" in out
-
-    @pytest.mark.parametrize("wrong", [
-        ["--samples", "4"], ["--samples", "0"], ["--temperature", "-1"], ["--temperature", "nan"],
-        ["--temperature", "0", "1", "--samples", "2"]])
-    def test_refuses_impossible_samples(self, flags, tmp_path, wrong, capsys):
-        with pytest.raises(SystemExit):
-            evaluate.main([str(tmp_path / "a.jsonl"), *flags, *wrong])
-        assert "--samples" in capsys.readouterr().err
 
     @pytest.mark.parametrize("left, expected", [
         (None, "float32"), ([torch.float16, torch.bfloat16], "float16"),
@@ -208,46 +209,36 @@ class TestEvaluate:
                         encode_prompts=encode_prompts)
         assert "difficulty" in line and asked == [1]
 
-    @pytest.mark.parametrize("changed, named", [
-        (["--instruction=x"], "instruction"), (["--system=x"], "system"), (["--seed=1"], "seed"),
-        (["--max_completion_length=2"], "max_completion_length"), (["--eval_size=2"], "questions")])
-    def test_refuses_answers_of_other_settings(self, flags, tmp_path, monkeypatch, changed, named):
+    def test_refuses_answers_of_other_settings_rewards_or_models(
+            self, flags, tmp_path, monkeypatch):
         path = tmp_path / "before.jsonl"
-        evaluate.main([str(path), *flags])
-        monkeypatch.setattr(train_math, "evaluate", nothing)
-        line = one_line(evaluate.main, path, *flags, *changed)
-        assert f"{path} were asked with another {named}, or" in line
-
-    @pytest.mark.parametrize("file", ["model.safetensors", "chat_template.jinja"])
-    def test_refuses_answers_of_other_weights_in_one_folder(
-            self, flags, tmp_path, monkeypatch, file):
-        path = tmp_path / "before.jsonl"
-        folder = shutil.copytree(flags[1], tmp_path / "model")
-        evaluate.main([str(path), *flags, "--model", str(folder)])
-        data = bytearray((folder / file).read_bytes())
-        data[-20] ^= 1  # in the template, a letter
-        (folder / file).write_bytes(data)
-        monkeypatch.setattr(train_math, "evaluate", nothing)
-        line = one_line(evaluate.main, path, *flags, "--model", folder)
-        assert "another weights, or" in line
-
-    def test_refuses_answers_whose_settings_or_reward_are_unknown(self, flags, tmp_path):
-        path = tmp_path / "eval_0.jsonl"
         answered(path, [("a?", 1)])
         assert "or do not record it" in one_line(evaluate.main, path, *flags)
         path.unlink()
-        evaluate.main([str(path), *flags])
-        assert "another reward" in one_line(evaluate.main, path, *flags, reward=parity_reward)
-
-    def test_refuses_a_file_with_the_answers_of_another_model(self, flags, tmp_path):
-        path = tmp_path / "before.jsonl"
+        folder = shutil.copytree(flags[1], tmp_path / "model")
+        flags = [*flags, "--model", str(folder)]
         evaluate.main([str(path), *flags])
         rows = read(path)
-        assert {row["model"] for row in rows} == {flags[1]}
+        monkeypatch.setattr(train_math, "evaluate", nothing)
+        for changed, named in (
+                ("--instruction=x", "instruction"), ("--system=x", "system"), ("--seed=1", "seed"),
+                ("--max_completion_length=2", "max_completion_length"),
+                ("--eval_size=2", "questions")):
+            line = one_line(evaluate.main, path, *flags, changed)
+            assert f"{path} were asked with another {named}, or" in line
+        assert "another reward" in one_line(evaluate.main, path, *flags, reward=parity_reward)
         for temperature in "0", "1":
             line = one_line(
                 evaluate.main, path, *flags, "--model", "other", "--temperature", temperature)
-            assert f"{path} has answers of {flags[1]}" in line
+            assert f"{path} has answers of {folder}" in line
+        for file in "model.safetensors", "chat_template.jinja":
+            data = bytearray((folder / file).read_bytes())
+            data[-20] ^= 1  # in the template, a letter
+            (folder / file).write_bytes(data)
+            assert "another weights, or" in one_line(evaluate.main, path, *flags)
+            data[-20] ^= 1
+            (folder / file).write_bytes(data)
+        evaluate.main([str(path), *flags])  # as before
         assert read(path) == rows
 
     def test_takes_the_settings_of_the_run_beside_the_model(self, flags, tmp_path, capsys):
@@ -276,9 +267,8 @@ class TestEvaluate:
         rows = [{"question": i, "reward": i > 1, "tokens": 5} for i in range(4)]
         before = [row | {"last_number": row["question"] < 3} for row in rows]
         after = [row | {"reward": 1} for row in reversed(rows)]
-        files = []
-        for name, own in ("before", before), ("after", after):
-            files.append(write_jsonl(tmp_path / f"{name}.jsonl", own))
+        files = [write_jsonl(tmp_path / "before.jsonl", before),
+                 write_jsonl(tmp_path / "after.jsonl", after)]
         evaluate.main(files)
         out = capsys.readouterr().out
         assert "| before | greedy | 2 of 4, 50.0% (15.0% to 85.0%) | 75.0% | - | - |" in out
@@ -287,16 +277,6 @@ class TestEvaluate:
         assert "| before | greedy | 3 of 4, 75.0%" in capsys.readouterr().out
         with pytest.raises(ValueError, match="different questions"):
             answers.difference(before, after[1:], 0.0)
-
-    def test_compares_a_run_and_answers_to_the_same_questions(self, flags, tmp_path, capsys):
-        path = tmp_path / "asked.jsonl"
-        evaluate.main([str(path), *flags])
-        rows = read(path)
-        names = "question", "gold", "response", "tokens", "reward", "last_number"  # of a run
-        of_run = write_jsonl(tmp_path / "eval_0.jsonl",
-                             [{name: row[name] for name in names} for row in reversed(rows)])
-        evaluate.main([of_run, str(path)])
-        assert "| asked | greedy, float32 | 0 of 3, " in capsys.readouterr().out
 
     @pytest.mark.parametrize("before, after, message", [
         ("ab", "ac", "2 and 2, of which 1 are the same"),
@@ -315,9 +295,6 @@ class TestEvaluate:
         hot = answered(tmp_path / "hot.jsonl", [("a", 1)], gold="3", temperature=1.0)
         assert "the gold answers 3 and 4" in one_line(evaluate.main, first, other)
         assert "temperatures [0.0], and hot at [1.0]" in one_line(evaluate.main, first, hot)
-        with pytest.raises(SystemExit):
-            evaluate.main([first, first])
-        assert "the same file is given twice" in capsys.readouterr().err
 
     def test_a_graded_reward_has_means_without_percent_signs(self, tmp_path, capsys):
         files = [answered(tmp_path / "before.jsonl", [("a", 0.5), ("b", 0.25), ("c", 1)]),
@@ -329,24 +306,30 @@ class TestEvaluate:
         assert "| before | greedy | 0.583 (0.151 to 1.000) | - | - | - |" in out
         assert "| 1.417 (0.705 to 2.129) | - | +0.833 (+0.567 to +1.100) | - |" in out
 
-    @pytest.mark.parametrize("row, more", [
-        ({"question": "a"}, []), ({"reward": 1}, []), ({"question": "a", "reward": None}, []),
-        ({"question": "a", "reward": "1"}, []), ({"question": ["a"], "reward": 1}, []),
-        ({"question": "a", "reward": float("nan")}, []), ([1], []),
-        ({"question": "a", "reward": 1}, ["--last_number"])])
-    def test_a_missing_column_is_refused_in_one_line(self, tmp_path, row, more):
-        good = {"question": "b", "reward": 1, "last_number": 1}
-        path = write_jsonl(tmp_path / "a.jsonl", [good, row])
-        assert f"row 2 of {path} needs a question, and a number as" in one_line(
-            evaluate.main, path, *more)
+    @pytest.mark.parametrize("row", [
+        {"reward": 1}, {"question": "a", "reward": None}, {"question": "a", "reward": "1"},
+        {"question": ["a"], "reward": 1}, {"question": "a", "reward": float("nan")}, [1]])
+    def test_a_missing_column_is_refused_in_one_line(self, tmp_path, row):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"question": "b", "reward": 1}, row])
+        message = f"of {path} needs a question, and a number as"
+        assert f"row 2 {message} reward" in one_line(evaluate.main, path)
+        assert f"row 1 {message} last_number" in one_line(evaluate.main, path, "--last_number")
 
-    def test_refuses_missing_files_and_unknown_flags(self, flags, tmp_path, capsys):
+    def test_refuses_missing_files_and_impossible_flags(self, flags, tmp_path, capsys):
         path = str(tmp_path / "before.jsonl")
         assert "--model no/such" in one_line(evaluate.main, path, *flags, "--model", "no/such")
         assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
-        with pytest.raises(SystemExit):
-            evaluate.main([path, "--eval_size", "3"])
-        assert "these flags need --model: --eval_size 3" in capsys.readouterr().err
+        for wrong, message in (
+                (["--eval_size", "3"], "these flags need --model: --eval_size 3"),
+                ([path], "the same file is given twice"),
+                ([*flags, "--samples", "4"], "--samples needs a --temperature above 0"),
+                ([*flags, "--temperature", "0", "1", "--samples", "2"], "--samples needs a"),
+                ([*flags, "--samples", "0"], "--samples at least 1"),
+                ([*flags, "--temperature", "-1"], "--temperature must be at least 0"),
+                ([*flags, "--temperature", "nan"], "--temperature must be at least 0")):
+            with pytest.raises(SystemExit):
+                evaluate.main([path, *wrong])
+            assert message in capsys.readouterr().err
         assert f"{path} does not exist" in one_line(evaluate.main, path)
         (tmp_path / "before.jsonl").touch()
         assert f"{path} has no answers" in one_line(evaluate.main, path)
@@ -447,8 +430,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 
 def log(n, **more):
     """Rows of a run's log, with an evaluation every second step."""
-    first = {"step": 0, "eval_reward": 0.2, "eval_reward_interval": [0.1, 0.3]}
-    rows = [first]
+    rows = [{"step": 0, "eval_reward": 0.2, "eval_reward_interval": [0.1, 0.3]}]
     for step in range(1, n):
         row = {"step": step, "reward": step / 10, "response_length": 5.0 * step,
                "clip_fraction": 0.1 * step, "log_ratio_std": 0.01 * step}
@@ -459,39 +441,25 @@ def log(n, **more):
     return rows
 
 
-@pytest.fixture
-def kept(monkeypatch):
-    """The figures that are drawn."""
-    import matplotlib.pyplot as plt
-
-    found = []
-    monkeypatch.setattr(plt, "close", found.append)
-    return found
-
-
-def test_draws_reward_length_clip_and_spread(tmp_path, kept):
+def test_draws_reward_length_clip_and_spread(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr("matplotlib.pyplot.close", kept.append)
     rows = log(5)
-    plot.draw({"gspo": rows}, tmp_path / "picture.png", eps_high=0.04)
+    own_reward = [{"step": 0, "eval_reward": 2.5}]  # not 0 or 1: no interval
+    plot.draw({"gspo": rows, "still": log(5, log_ratio_std=None), "own": own_reward},
+              tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes()[1:4] == b"PNG"
     names = ("reward", "response_length", "clip_fraction", "log_ratio_std")
-    for axis, name in zip(kept[0].axes, names, strict=True):
+    axes = kept[0].axes
+    for axis, name in zip(axes, names, strict=True):
         drawn = axis.lines[0].get_xydata().tolist()
         assert drawn == [[row["step"], row[name]] for row in rows[1:]]
-    evaluated = [list(line.get_ydata()) for line in kept[0].axes[0].lines[1:]]
-    expected = []
-    for row in rows[::2]:
-        expected.append([row["eval_reward"]])
-        expected.append(row["eval_reward_interval"])
+    evaluated = [list(line.get_ydata()) for line in axes[0].lines[1:7]]
+    expected = [values for row in rows[::2]
+                for values in ([row["eval_reward"]], row["eval_reward_interval"])]
     assert evaluated == expected
-    assert 0.04 in kept[0].axes[3].lines[1].get_ydata()
-
-
-def test_draws_nothing_where_nothing_was_measured(tmp_path, kept):
-    own_reward = [{"step": 0, "eval_reward": 2.5}]  # not 0 or 1: no interval
-    plot.draw({"still": log(5, log_ratio_std=None), "own": own_reward}, tmp_path / "picture.png")
-    first, *_, last = kept[0].axes
-    assert len(last.lines[0].get_xdata()) == 0
-    assert [list(line.get_ydata()) for line in first.lines[-1:]] == [[2.5]]
+    assert len(axes[3].lines[1].get_xdata()) == 0, "nothing where nothing was measured"
+    assert list(axes[0].lines[-1].get_ydata()) == [2.5]
 
 
 def test_pictures_several_runs_from_the_command_line(tmp_path, monkeypatch, capsys):

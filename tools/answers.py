@@ -7,7 +7,7 @@ and the number of its sample. tools/evaluate.py writes such files, and so does t
 import math
 import sys
 
-from tools.logs import mean_text, paired, read
+from tools.logs import markdown, mean_text, paired, read
 from train_math import extract_answer
 
 
@@ -103,7 +103,7 @@ def is_graded(models):
 
 
 def table_line(name, rows, reference, temperature, form):
-    """One line of the table. reference: the rows of the model to compare with, or None."""
+    """The cells of one line. reference: the rows of the model to compare with, or None."""
     groups = list(by_question(rows, temperature).values())
     rewards = column(rows, temperature)
     versus = "-", "-"
@@ -116,16 +116,13 @@ def table_line(name, rows, reference, temperature, form):
         how += f", {groups[0][0]['precision']}"
     extras = []
     for extra, digits in ("last_number", ".1%"), ("cut", ".0%"), ("tokens", ".0f"):
-        cell = "-"
-        if all(row.get(extra) is not None for group in groups for row in group):
-            share = mean(column(rows, temperature, extra))
-            cell = f"{share:{digits}}"
-        extras.append(cell)
+        is_known = all(row.get(extra) is not None for group in groups for row in group)
+        share = mean(column(rows, temperature, extra)) if is_known else None
+        extras.append(f"{share:{digits}}" if is_known else "-")
     value = mean_text(rewards, form)
     if form == ".1%" and set(rewards) <= {0, 1}:
         value = f"{sum(rewards):.0f} of {len(rewards)}, {value}"
-    cells = [name, how, value, extras[0], *versus, *extras[1:]]
-    return f"| {' | '.join(cells)} |"
+    return [name, how, value, extras[0], *versus, *extras[1:]]
 
 
 def table(models, reference, title):
@@ -133,23 +130,20 @@ def table(models, reference, title):
     which the table calls `title`. ValueError: they were asked other questions or at other
     temperatures."""
     value, form = ("mean reward", ".3f") if is_graded(models) else ("right", ".1%")
-    lines = [
-        f"| model | answers | {value} (95%) | by the last number | minus {title} (95%, paired) "
-        "| McNemar p | cut | tokens |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
     of_first = temperatures_of(models[reference])
     for name, rows in models.items():
         own = temperatures_of(rows)
         if not set(own) & set(of_first):
             raise ValueError(f"{reference} has answers at the temperatures {of_first}, and {name} "
                              f"at {own}")
+    lines = []
     for temperature in temperatures_of(*models.values()):
         for name, rows in models.items():
             if by_question(rows, temperature):
                 other = models[reference] if name != reference else None
                 lines.append(table_line(name, rows, other, temperature, form))
-    return "\n".join(lines) + "\n"
+    return markdown(["model", "answers", f"{value} (95%)", "by the last number",
+                     f"minus {title} (95%, paired)", "McNemar p", "cut", "tokens"], lines)
 
 
 # ---- several samples: pass@k and the majority ----------------------------------------------------
@@ -195,13 +189,13 @@ def quantities_table(models, n, first_column):
     from the first model. models: {name: from `counts`}."""
     found = {name: quantities(counted, n) for name, counted in models.items()}
     first = next(iter(found.values()))
-    lines = [[first_column, *first], ["---"] * (len(first) + 1)]
+    lines = []
     for name, values in found.items():
         lines.append([name, *map(mean_text, values.values())])
         if values is not first:
             gains = [gain(first[key], values[key]) for key in first]
             lines.append([f"{name} minus the first", *gains])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return markdown([first_column, *first], lines)
 
 
 def samples_table(models, temperature):

@@ -8,7 +8,7 @@
 The first command asks the model the questions of the test split, at each temperature (default: 0,
 which is greedy decoding). If the log of a run is beside the model's folder, the instruction, the
 system prompt, the length, the dataset and --eval_size are those of the run, unless a flag changes
-them. The command prints what it uses. after.jsonl gets a row per response, with these settings and
+them. The command prints what it uses, and the notes that an evaluation of train_math.py has. after.jsonl gets a row per response, with these settings and
 a fingerprint of the weights and of the questions. What the file already has is not asked again. A
 file that was asked with other settings is refused. To ask all 1,319 test questions of GSM8K, add
 --eval_size 1319.
@@ -129,6 +129,11 @@ def ask(path, name, questions, temperatures, cfg, samples=1, answer_of=None, **r
         write(path, rows)
         print(f"{path.stem}, temperature {temperature}, sample {sample + 1}, in "
               f"{about['precision']}: mean reward {row['eval_reward']:.3f}")
+        if "eval_best_constant" in row:
+            print(f"always the same answer has an accuracy of {row['eval_best_constant']:.1%} at "
+                  "best")
+        for text in train_math.notes([{"step": 0}], row["eval_results"]).get("notes", ()):
+            print(f"note: {text}")
 
 
 # ---- the command ---------------------------------------------------------------------------------

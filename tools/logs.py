@@ -6,7 +6,7 @@
 A file whose name ends in .gz is compressed; `zcat FILE` shows it.
 
 In a packed file the first key of each row, "log", is the path of the file that it comes from,
-without .jsonl. If two files are equal, the second one is a single row: {"log": ..., "same_as": ...}
+without .jsonl. A row with the key "same_as" stands for all rows of another log, which it names.
 """
 import argparse
 import gzip
@@ -104,15 +104,7 @@ def read_packed(path):
 
 def write_packed(path, logs):
     """Writes {name of a log: its rows} into one file. A log without rows is left out."""
-    rows = []
-    first = {}  # content of a log: the name of the first log with this content
-    for name, log in logs.items():
-        same = first.setdefault(json.dumps(log), name)
-        if same == name:
-            rows += [{"log": name, **row} for row in log]
-        else:
-            rows.append({"log": name, "same_as": same})
-    write(path, rows)
+    write(path, [{"log": name, **row} for name, rows in logs.items() for row in rows])
 
 
 def pack(folder, path):

@@ -30,9 +30,6 @@ MORE_STYLES = (("#009E73", "-"), ("#CC79A7", "--"), ("#56B4E9", "-."), ("black",
 MARKERS = ".^vDxP"  # distinguish runs of the same kind; squares are evaluations
 FILLINGS = "full", "none", "left", "bottom"  # of these squares, so that runs differ in grey, too
 NO_CLIPPING = 1e3  # an eps_high of this size or more clips nothing
-OLD_NAMES = {  # older names of metrics, which some committed logs use
-    "accuracy": "reward", "eval_strict": "eval_reward",
-    "eval_strict_interval": "eval_reward_interval"}
 
 
 def kind_of(label, rows):
@@ -80,10 +77,8 @@ def shrink(path):
     small.save(path, optimize=True)
 
 
-def draw(runs, path, eps_high=None, title=None):
-    """Draws runs, which is {label: rows of metrics}.
-
-    eps_high: GSPO's upper clip range, drawn as a line. title: what the picture shows."""
+def draw(runs, path, title=None):
+    """Draws runs, which is {label: rows of metrics}. title: what the picture shows."""
     try:
         import matplotlib
     except ImportError:
@@ -102,8 +97,6 @@ def draw(runs, path, eps_high=None, title=None):
     for (label, rows), filling in zip(runs.items(), itertools.cycle(FILLINGS)):
         color, line, marker = styles[label]
         square = {"marker": "s", "color": color, "fillstyle": filling}
-        rows = [row | {new: row[old] for old, new in OLD_NAMES.items() if old in row}
-                for row in rows]
         for axis, name in zip(axes, PANELS):
             known = [row for row in rows if row.get(name) is not None]
             steps = [row["step"] for row in known]
@@ -123,15 +116,10 @@ def draw(runs, path, eps_high=None, title=None):
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set(title=panel, xlabel="step", ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
-    if any("accuracy" in row for rows in runs.values() for row in rows):
-        axes[0].set_ylabel("accuracy")  # old logs have a mean reward of other parts beside it
     axes[0].legend(handles, runs, handler_map={tuple: HandlerTuple(ndivide=None, pad=0.6)},
                    handlelength=3.5)
     if title:
         figure.suptitle(title)
-    if eps_high:
-        axes[3].axhline(eps_high, color="black", linewidth=0.8, label="GSPO's upper clip range")
-        axes[3].legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
