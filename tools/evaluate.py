@@ -8,10 +8,10 @@
 The first command asks the model the questions of the test split, at each temperature (default: 0,
 which is greedy decoding). If the log of a run is beside the model's folder, the instruction, the
 system prompt, the length, the dataset and --eval_size are those of the run, unless a flag changes
-them. The command prints what it uses, and the notes that an evaluation of train_math.py has. after.jsonl gets a row per response, with these settings and
-a fingerprint of the weights and of the questions. What the file already has is not asked again. A
-file that was asked with other settings is refused. To ask all 1,319 test questions of GSM8K, add
---eval_size 1319.
+them. The command prints what it uses, and the notes that train_math.py has for an evaluation.
+after.jsonl gets a row per response, with these settings and a fingerprint of the weights and of the
+questions. What the file already has is not asked again. A file that was asked with other settings
+is refused. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
 
 With --samples 16 and a temperature above 0, each question is asked 16 times. A second table has
 - pass@k, the probability that at least one of k responses is correct. From n responses of which c
