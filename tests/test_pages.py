@@ -267,7 +267,7 @@ FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_t
 PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 CODES = {  # texts in the blocks of each recipe. LoRA replaces two functions of the KL penalty.
     "token_mean": ["leave_one_out"], "kl": ["gspo_kl"], "lora": ["gspo_kl", "get_peft_model"],
-    "tis": ["gspo_tis"], "off_policy": ['user_state["weights"]'], "tools": ["is_sampled"],
+    "tis": ["gspo_tis"], "masked": ["gspo_tis"], "entropy": ["gspo_entropy"], "off_policy": ['user_state["weights"]'], "tools": ["is_sampled"],
     "curriculum": ["pass_rates"], "dynamic": ["is_equal"]}
 PARTS = *train_math.Parts.__annotations__, "user_state"
 
@@ -328,12 +328,17 @@ def advantage(rollout, i):
     return (rewards[i] - group.mean()) / (group.std() + 1e-4)
 
 
-def log_probs(model, rollout, i):
-    """The log-probs of the sampled tokens of one response."""
+def distributions(model, rollout, i):
+    """The log-probs of all tokens at each place of one response."""
     prompt, response = rollout.prompts[i], rollout.responses[i]
     ids = torch.tensor([prompt + response])
-    table = model(input_ids=ids).logits[0, len(prompt) - 1:-1].log_softmax(-1)
-    each = table[range(len(response)), response]
+    return model(input_ids=ids).logits[0, len(prompt) - 1:-1].log_softmax(-1)
+
+
+def log_probs(model, rollout, i):
+    """The log-probs of the sampled tokens of one response."""
+    response = rollout.responses[i]
+    each = distributions(model, rollout, i)[range(len(response)), response]
     return each[torch.tensor(rollout.is_sampled[i])]
 
 
@@ -374,6 +379,19 @@ def tis(model, rollouts, i, indices):
     return loss * min(weight, 2)
 
 
+def masked(model, rollouts, i, indices):
+    """The sampler's log-probs of every second response are too far away (half_smaller)."""
+    start, rollout = rollouts[-1]
+    return gspo_term(model, start, rollout, i)[0] * (i % 2 == 0)
+
+
+def entropy(model, rollouts, i, indices):
+    start, rollout = rollouts[-1]
+    table = distributions(model, rollout, i)
+    each = -(table.exp() * table).sum(1)
+    return gspo_term(model, start, rollout, i)[0] - 0.01 * each.mean() / 8
+
+
 def off_policy(model, rollouts, i, indices):
     old_model, _ = rollouts[-2:][0]  # before the last step
     return gspo_term(model, old_model, rollouts[-1][1], i)[0]
@@ -400,6 +418,20 @@ def smaller_log_probs(names, parts):
     parts["generate"] = generate
 
 
+def half_smaller(names, parts):
+    """The page's other weight, which is 1 or 0, and an engine with smaller probabilities in every
+    second response."""
+    weight = re.search(r"\n    weight = .*\.float\(\)\n", text_of(RECIPES))[0]
+    code = re.sub(r"\n    weight = .*\n", weight, block(RECIPES, "gspo_tis"))
+    exec(code.split("\ntrain_math.main(")[0], names)
+
+    def generate(*arguments):
+        responses, log_probs = train_math.generate(*arguments)
+        return responses, log_probs - 0.04 * (torch.arange(len(responses)) % 2)[:, None]
+
+    parts["generate"] = generate
+
+
 def calculator(names, parts):
     """After each digit that the model samples, a tool writes '+' and the digit."""
     names["reply"] = lambda turn: [PLUS, turn[-1]] if turn[-1] in DIGITS else []
@@ -407,8 +439,9 @@ def calculator(names, parts):
         *others[:-1], torch.cat([others[-1], torch.tensor(DIGITS)]))
 
 
-PREPARE = {"tis": smaller_log_probs, "tools": calculator}
-SLOW = [("kl", kl), ("lora", kl), ("tis", tis), ("tools", tools)]
+PREPARE = {"tis": smaller_log_probs, "masked": half_smaller, "tools": calculator}
+SLOW = [("kl", kl), ("lora", kl), ("tis", tis), ("masked", masked), ("entropy", entropy),
+        ("tools", tools)]
 
 
 @pytest.mark.parametrize("name, direct", [
