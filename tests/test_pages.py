@@ -267,7 +267,8 @@ FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_t
 PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 CODES = {  # texts in the blocks of each recipe. LoRA replaces two functions of the KL penalty.
     "token_mean": ["leave_one_out"], "kl": ["gspo_kl"], "lora": ["gspo_kl", "get_peft_model"],
-    "tis": ["gspo_tis"], "masked": ["gspo_tis"], "entropy": ["gspo_entropy"], "off_policy": ['user_state["weights"]'], "tools": ["is_sampled"],
+    "tis": ["gspo_tis"], "masked": ["gspo_tis"], "entropy": ["gspo_entropy"],
+    "off_policy": ['user_state["weights"]'], "tools": ["is_sampled"],
     "curriculum": ["pass_rates"], "dynamic": ["is_equal"]}
 PARTS = *train_math.Parts.__annotations__, "user_state"
 
