@@ -94,7 +94,8 @@ def outcome(file, source):
         ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__")
         shutil.copytree(".", folder, ignore=ignored, dirs_exist_ok=True)
         Path(folder, file).write_text(source, encoding="utf-8")
-        started = subprocess.run([sys.executable, "-c", "import train_math"], cwd=folder)
+        command = [sys.executable, "-c", "import train_math"]
+        started = subprocess.run(command, cwd=folder, stderr=subprocess.DEVNULL)
         if started.returncode:
             return "skipped"
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", *TESTS]
