@@ -10,7 +10,6 @@ have 16, are padded with zeros, which changes none of its log-probs.
 import argparse
 import os
 import re
-import resource
 import subprocess
 import time
 import urllib.request
@@ -62,7 +61,7 @@ def start(python, folder):
     """Starts the server, and waits until it answers."""
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *SERVER]
-    server = subprocess.Popen(command, env=environment)
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
     while server.poll() is None:
         try:
             urllib.request.urlopen(f"{URL}/health")
@@ -70,6 +69,12 @@ def start(python, folder):
         except OSError:
             time.sleep(1)
     raise SystemExit("the server has ended")
+
+
+def memory(server):
+    """The memory of the server's processes, in MiB. What they share counts in each."""
+    sizes = subprocess.run(["ps", "-o", "rss=", "-s", str(server.pid)], capture_output=True)
+    return sum(map(int, sizes.stdout.split())) // 1024
 
 
 def versions(python):
@@ -110,13 +115,14 @@ def main():
         cfg.output_dir = None
         rows = train_math.train(cfg, model, tokenizer, tiny.questions()[0],
                                 generate=recipe["engine_at"](URL, folder))
+        mebibytes = memory(server)
     finally:
         server.terminate()
         server.wait()
     append(args.log, {
         "log": "runs", "versions": versions(args.python), "without_head": args.without_head,
         "padding_changes_logits_by": change,
-        "largest_process_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024,
+        "server_mib": mebibytes,
         "rows": [{name: row[name] for name in KEPT} for row in rows[1:]]})
 
 

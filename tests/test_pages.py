@@ -268,6 +268,7 @@ PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 CODES = {  # texts in the blocks of each recipe. LoRA replaces two functions of the KL penalty.
     "token_mean": ["leave_one_out"], "kl": ["gspo_kl"], "lora": ["gspo_kl", "get_peft_model"],
     "tis": ["gspo_tis"], "masked": ["gspo_tis"], "entropy": ["gspo_entropy"],
+    "both": ["leave_one_out", "is_equal"],
     "off_policy": ['user_state["weights"]'], "tools": ["is_sampled"],
     "curriculum": ["pass_rates"], "dynamic": ["is_equal"]}
 PARTS = *train_math.Parts.__annotations__, "user_state"
@@ -442,7 +443,7 @@ def calculator(names, parts):
 
 PREPARE = {"tis": smaller_log_probs, "masked": half_smaller, "tools": calculator}
 SLOW = [("kl", kl), ("lora", kl), ("tis", tis), ("masked", masked), ("entropy", entropy),
-        ("tools", tools)]
+        ("both", token_mean), ("tools", tools)]
 
 
 @pytest.mark.parametrize("name, direct", [
