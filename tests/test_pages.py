@@ -460,6 +460,20 @@ def test_gradients_agree_with_formulas(recipe, name, direct):
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_merged_adapters_give_the_same_log_probs_in_float32_but_not_in_bf16(fresh):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(fresh[0]), config)
+    merged = copy.deepcopy(model).merge_and_unload()
+    rounded = copy.deepcopy(merged).bfloat16().float()
+    ids = torch.randint(3, 50, (4, 30))
+    with torch.no_grad():
+        table, *others = (each(ids).logits.log_softmax(-1) for each in (model, merged, rounded))
+    gap, gap_in_bf16 = ((other - table).abs().mean() for other in others)
+    assert gap < 1e-6 and gap_in_bf16 > 100 * gap
+
+
 def test_the_curriculum_draws_by_the_pass_rates(recipe, tmp_path):
     """The draws of each step are repeated from the rewards of the steps before it."""
     *_, rollouts = recipe("curriculum")[-1]
