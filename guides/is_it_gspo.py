@@ -4,71 +4,24 @@
     python guides/is_it_gspo.py --importance_sampling_level sequence --loss_type grpo
     python guides/is_it_gspo.py --json FILE             prints one JSON object
 
-It needs python_settings.py, which reads Python files, public_configurations.json, which has the
-keys and defaults of each engine, and PyYAML for YAML files. No code of the file is run. What the
-check cannot read is reported, and is "unknown". The page is_it_gspo.md explains the questions.
+It needs read_settings.py, which reads Python files and shell scripts, public_configurations.json,
+which has the keys and defaults of each engine, and PyYAML for YAML files. No code of the file is
+run. What the check cannot read is reported, and is "unknown". The page is_it_gspo.md explains the
+questions.
 """
 import ast
-import collections
 import json
 import math
 import re
 import sys
+import tomllib
 from pathlib import Path
 
-from python_settings import Code, Unread, computed
+from read_settings import HOLE, Code, Unread, flags, with_values
 
 FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_text("utf-8"))
-HOLE = "<?>"  # stands in a script for what cannot be read
-ASSIGNMENT = r"""(?<![\w.$-])(\w+)=("[^"]*"|'[^']*'|\$\(\(.*?\)\)|\$\([^)]*\)|[^\s;&|]*)"""
-VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}|\$(\w+)"
-                      r"|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`")
-FLAG = r"--[A-Za-z][\w.-]*"
-OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
-
-
-def with_values(script):
-    """A shell script without comments, with the values of its variables where they are known."""
-    script = re.sub(r"(?m)(^|\s)#.*$", "", script).replace("\\\n", " ")
-    names = collections.defaultdict(set)
-    for name, text in re.findall(ASSIGNMENT, script):
-        names[name].add(text.strip("'\""))
-
-    def known(match):
-        inside, name, default, plain = match.groups()
-        if inside:
-            inside = re.sub(r"(?<![\w{$])[A-Za-z_]\w*", r"$\g<0>", inside)
-            inside = VARIABLE.sub(known, inside)
-            return f"$(({inside}))" if "$" in inside else str(computed(inside.replace("/", "//")))
-        texts = names.get(name or plain, [default or HOLE])
-        return min(texts) if len(texts) == 1 else HOLE
-
-    for _ in range(5):  # a value may name other variables
-        script = VARIABLE.sub(known, script)
-    return VARIABLE.sub(HOLE, script)
-
-
-def flags(script):
-    """The settings of a command or a shell script: --flag value, --flag=value and a.b=value."""
-    plain = re.sub("['\"]", "", with_values(script))
-    words = re.findall(r"[^\s;&|()]+|[\n;&|()]", plain) + ["\n", "\n"]
-    found = {}
-    for i, word in enumerate(words[:-2]):
-        key, equals, value = word.partition("=")
-        if not re.fullmatch(f"{FLAG}|{OVERRIDE}" if equals else FLAG, key):
-            continue
-        key = key.lstrip("+~-").replace("-", "_")
-        if key.endswith("eps_clip_low_high"):
-            found |= {"eps_clip_low": words[i + 1], "eps_clip_high": words[i + 2]}
-        if not equals:
-            value = words[i + 1]
-            value = "true" if re.match(r"--?[A-Za-z]|[\n;&|()]", value) else value
-        key = None if key == "config" else key  # a file, which may set what is missing here
-        is_same = found.setdefault(key, value) == value
-        found[key] = value if is_same else Unread(f"{HOLE}, because it has several values")
-    return found
-
-
+HEREDOC = re.compile(r"""(?s)([^\n]*<<-?\s*['"]?(\w+)['"]?[^\n]*)\n(.*?)\n\s*\2(?=\n|$)""")
+OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo_trainer)(\.yaml)?"  # files with an engine's own defaults
 def flat(items, path=""):
     """Nested settings as {"a.b": value}."""
     found = {}
@@ -80,23 +33,52 @@ def flat(items, path=""):
     return found
 
 
-def yaml_settings(text):
+def with_defaults(text, folder):
+    """The settings of a YAML file, and those of the files beside it that its `defaults` name."""
     try:
         import yaml
     except ImportError:
         raise ValueError("install PyYAML to read it, or pass its settings as flags") from None
-    found = flat(yaml.safe_load(text) or {})
+    own = flat(yaml.safe_load(text) or {})
+    bases = own.pop("defaults", [])
+    bases = bases if isinstance(bases, list) else [bases]
+    found = {}
+    for base in bases if "_self_" in bases else [*bases, "_self_"]:  # the last one wins
+        path = folder / f"{str(base).removesuffix('.yaml')}.yaml"
+        if base == "_self_":
+            found |= own
+        elif path.is_file():
+            found |= with_defaults(path.read_text("utf-8"), path.parent)
+        elif not re.fullmatch(OF_ENGINES, str(base)):
+            may_change = Unread(f"{HOLE}, because {base} may change it")
+            found = dict.fromkeys(found, may_change) | {None: base}
+    return found
+
+
+def yaml_settings(text, folder):
+    """The same, with the values of variables such as ${actor.path}."""
+    found = with_defaults(text, folder)
     for key, value in found.items():
         name = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
         found[key] = found.get(name[1], Unread(value)) if name else value
-    base = found.get("defaults")
-    if isinstance(base, str) and not base.endswith("grpo_math_1B.yaml"):  # it has the defaults
-        found[None] = base
     return found
+
+
+def shell_settings(text, folder):
+    """The flags of a script, and the YAML that it writes with cat <<EOF into its --config."""
+    found = flags(HEREDOC.sub("\n", text))
+    for line, _, body in HEREDOC.findall(with_values(text)):
+        if None in found and Path(found[None]).name in line:
+            del found[None]
+            found = yaml_settings(body, folder) | found
+    return found if engine_of(found) else flags(text)  # a command may be in the text
 
 
 def python_settings(cells):
     magic, body = r"(?m)^( *)[%!]((?:.*\\\n)*.*)", []
+    is_shell = re.compile(r"\s*%%(bash|sh|shell|script)\b")
+    shell = "\n".join(cell for cell in cells if is_shell.match(cell))
+    cells = [cell for cell in cells if not is_shell.match(cell)]
     for cell in cells:
         try:
             body += ast.parse(re.sub(magic, r"\1pass", cell)).body
@@ -111,7 +93,7 @@ def python_settings(cells):
     # A command in texts, such as subprocess.run(["--flag", "value"]), without the docstrings
     words = re.sub(r'(?ms)^ *""".*?"""|add_argument\(.*?\)', "", code)
     words = re.sub(r"\bf?['\"]|['\"],?", " ", re.sub(r"\{[^{}]*\}", HOLE, words))
-    shell = "\n".join(command for cell in cells for _, command in re.findall(magic, cell))
+    shell += "\n".join(command for cell in cells for _, command in re.findall(magic, cell))
     return found or [flags(words), flags(shell)]
 
 
@@ -119,14 +101,16 @@ def settings_in(path):
     """The settings of each run that a file may describe."""
     text = path.read_text("utf-8")
     if path.suffix in (".yaml", ".yml", ".json"):
-        found = yaml_settings(text)
+        found = yaml_settings(text, path.parent)
         return [found if engine_of(found) else flags(text)]  # a command may be one of its values
+    if path.suffix == ".toml":
+        return [flat(tomllib.loads(text))]
     if path.suffix == ".py":
         return python_settings([text])
     if path.suffix == ".ipynb":
         cells = [one for one in json.loads(text)["cells"] if one["cell_type"] == "code"]
         return python_settings(["".join(cell["source"]) for cell in cells])
-    return [flags(text)]
+    return [shell_settings(text, path.parent)]
 
 
 def engine_of(settings):

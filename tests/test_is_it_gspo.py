@@ -23,6 +23,9 @@ PUBLIC = FACTS["configurations"]
 NAMES = "level", "mean", "updates", "eps_low", "eps_high", "verdict"
 PAPER = "sequence", "responses", 4, 3e-4, 4e-4, "gspo"
 NOTHING = ("unknown",) * 6
+ONLY_LEVEL = "sequence", *NOTHING[1:]
+NO_LEVEL = "unknown", *PAPER[1:5], "unknown"
+UNKNOWN_LEVEL = "unknown", "tokens", 1, 0.2, 0.2, "unknown"  # with TRL's defaults
 TRL = ('importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, '
        'gradient_accumulation_steps=2, steps_per_generation=8')
 AS_DICT = "{'importance_sampling_level': 'sequence', 'loss_type': 'grpo', 'epsilon': 3e-4}"
@@ -32,6 +35,11 @@ VERL = ("python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.los
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean "
         "actor_rollout_ref.actor.clip_ratio_low=3e-4 actor_rollout_ref.actor.clip_ratio_high=4e-4 "
         "data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64 ")
+TRL_YAML = ("importance_sampling_level: sequence\nloss_type: grpo\nepsilon: 3e-4\n"
+            "epsilon_high: 0.0004\nnum_iterations: 4")
+VERL_YAML = ("data: {train_batch_size: 1024}\nactor_rollout_ref:\n  actor:\n    "
+             "policy_loss: {loss_mode: gspo}\n    loss_agg_mode: seq-mean-token-mean\n    "
+             "clip_ratio_low: 3e-4\n    clip_ratio_high: 4e-4")
 OPENRLHF = "python -m openrlhf.cli.train_ppo_ray "
 SWIFT = "swift rlhf --rlhf_type grpo "
 
@@ -54,8 +62,7 @@ def check(tmp_path, capsys):
 
 
 PYTHON = {
-    "keywords": (f"args = GRPOConfig('out', {TRL})", PAPER),
-    "a module": (f"import trl\nargs = trl.GRPOConfig({TRL})", PAPER),
+    "keywords": (f"import trl\nargs = trl.GRPOConfig('out', {TRL})", PAPER),
     "an alias": (f"from trl import GRPOConfig as C\nargs = C({TRL})", PAPER),
     "Unsloth's name": (f"args = UnslothGRPOConfig({TRL})", PAPER),
     "a subclass": (f"class M(GRPOConfig):\n    a: int = 3\nargs = M({TRL})", PAPER),
@@ -64,29 +71,54 @@ PYTHON = {
         "    importance_sampling_level: str = field(default='sequence')\n"
         "    loss_type: str = 'grpo'\n    epsilon: float = 3e-4\n    epsilon_high: float = 4e-4\n"
         "    steps_per_generation: int = 4\nparser = HfArgumentParser((Script, M))", PAPER),
-    "a dict call": (f"p = dict({TRL})\nargs = GRPOConfig(output_dir='x', **p)", PAPER),
+    "a default that is made": (
+        "class M(GRPOConfig):\n    importance_sampling_level: str = field(default_factory=f)\n"
+        "a = M()", UNKNOWN_LEVEL),
     "a dict that changes": (
         f"p = {AS_DICT}\np['epsilon_high'] = 4e-4\np.update({{'num_iterations': 2}})\n"
-        "p.update(steps_per_generation=2)\nargs = GRPOConfig(**p)", PAPER),
+        "p.update(steps_per_generation=2)\nargs = GRPOConfig(output_dir='x', **p)", PAPER),
+    "updates with other dicts": (
+        f"p = dict(epsilon=1)\nq = {AS_DICT}\np.update(q)\nargs = GRPOConfig(**p)\n"
+        "args.__dict__.update({'epsilon_high': 4e-4})\nvars(args).update(num_iterations=4)", PAPER),
+    "an update that cannot be read": (
+        f"p = dict({TRL})\np.update(json.load(f))\nargs = GRPOConfig(**p)", NOTHING),
+    "an update under a condition": (
+        f"p = dict({TRL})\nq = {{'epsilon': 1}}\nif x:\n    p.update(q)\nargs = GRPOConfig(**p)",
+        NOTHING),
+    "setattr in a loop": (
+        f"args = GRPOConfig({TRL})\nfor k, v in x.items():\n    setattr(args, k, v)", NOTHING),
     "merged dicts": (
         f"p = {AS_DICT}\nq = p | {{'epsilon_high': 4e-4}}\n"
         "args = GRPOConfig(**{**q, 'steps_per_generation': 4})", PAPER),
+    "a dict that another one may change": (
+        f"def f(**more):\n    return GRPOConfig(**{{**{AS_DICT}, **more}})\nf(epsilon=1)", NOTHING),
+    "dataclasses.replace": (
+        f"a = GRPOConfig({TRL.replace('3e-4', '1')})\nb = dataclasses.replace(a, epsilon=3e-4)\n"
+        "trainer = GRPOTrainer(args=b)", (*PAPER[:3], "unknown", 4e-4, "unknown")),
+    "str.replace": (
+        "a = GRPOConfig(importance_sampling_level='sequence-x'.replace('-x', ''))", UNKNOWN_LEVEL),
     "later assignments": (
         "args = GRPOConfig('x')\nargs.importance_sampling_level = 'sequence'\n"
         "args.loss_type = 'grpo'\nargs.epsilon = 3e-4\nsetattr(args, 'epsilon_high', 4e-4)\n"
         "args.num_iterations = 4", PAPER),
+    "an attribute with two values": (
+        f"a = GRPOConfig({TRL})\na.epsilon = 1\na.epsilon = 2",
+        (*PAPER[:3], "unknown", 4e-4, "unknown")),
     "variables": (
         "LEVEL = 'sequence'\nlow, high = 3e-4, 4e-4\nGA = 2\ndef main():\n    n = 4\n"
         "    return GRPOConfig(importance_sampling_level=LEVEL, loss_type='grpo', epsilon=low,\n"
         "        epsilon_high=float(high), gradient_accumulation_steps=GA,\n"
         "        steps_per_generation=GA * n)", PAPER),
-    "a class of constants": (
+    "classes of constants": (
         "class CFG:\n    level = 'sequence'\n    eps: float = 3e-4\ncfg = CFG()\nD = {'n': 4}\n"
-        "args = GRPOConfig(importance_sampling_level=CFG.level, loss_type='grpo', "
-        "epsilon=cfg.eps, epsilon_high=4e-4, steps_per_generation=D['n'])", PAPER),
-    "an attribute of self": (
-        "class T:\n    def __init__(self):\n        self.e = 3e-4\n    def go(self):\n        "
-        f"return GRPOConfig({TRL.replace('3e-4', 'self.e')})", PAPER),
+        "class T:\n    def __init__(self):\n        self.e = SimpleNamespace(high=4e-4)\n"
+        "    def go(self):\n        return GRPOConfig(importance_sampling_level=CFG.level, "
+        "loss_type='grpo', epsilon=cfg.eps, epsilon_high=self.e.high, "
+        "steps_per_generation=D['n'])", PAPER),
+    "asdict": (
+        "class A:\n    importance_sampling_level: str = 'sequence'\n    loss_type: str = 'grpo'\n"
+        "    epsilon: float = 3e-4\n    epsilon_high: float = 4e-4\n    num_iterations: int = 4\n"
+        "a = A()\nargs = GRPOConfig(**asdict(a))", PAPER),
     "another config": (
         f"s = SFTConfig(gradient_accumulation_steps=16, loss_type='nll')\nargs = GRPOConfig({TRL})",
         PAPER),
@@ -95,63 +127,6 @@ PYTHON = {
     "two that differ": (
         f"a = GRPOConfig({TRL})\nb = GRPOConfig({TRL.replace('4e-4', '4e-3')})",
         (*PAPER[:4], "unknown", "gspo")),
-    "swift": ("rlhf_main(RLHFArguments(rlhf_type='grpo', importance_sampling_level='sequence', "
-              "epsilon=3e-4, epsilon_high=4e-4, steps_per_generation=4))", PAPER),
-    "a dict of verl": (
-        "cfg = {'actor_rollout_ref': {'actor': {'policy_loss': {'loss_mode': 'gspo'}, "
-        "'loss_agg_mode': 'seq-mean-token-mean', 'clip_ratio_low': 3e-4, 'clip_ratio_high': 4e-4, "
-        "'ppo_mini_batch_size': 64}}, 'data': {'train_batch_size': 256}}", PAPER),
-    "a command in texts": (
-        "cmd = ['-m', 'verl', 'actor_rollout_ref.actor.policy_loss.loss_mode=gspo', "
-        "f'actor_rollout_ref.actor.clip_ratio_low={low}']",
-        ("sequence", "tokens", 4, "unknown", 0.2, "other_mean")),
-    "the defaults": ("args = GRPOConfig('x')", ("token", "tokens", 1, 0.2, 0.2, "not_gspo")),
-    "comments": ("# importance_sampling_level='sequence'\nargs = GRPOConfig(\n"
-                 "    # importance_sampling_level='sequence',\n    epsilon=3e-4)",
-                 ("token", "tokens", 1, 3e-4, 3e-4, "not_gspo")),
-    "no epsilon_high": (
-        "args = GRPOConfig(importance_sampling_level='sequence', loss_type='grpo', epsilon=3e-4, "
-        "epsilon_high=None, gradient_accumulation_steps=4, steps_per_generation=1)",
-        ("sequence", "responses", 0.25, 3e-4, 3e-4, "never_clipped")),
-    "part of an accumulation": (
-        f"args = GRPOConfig({TRL.replace('=8', '=3')})",
-        ("sequence", "responses", 1.5, 3e-4, 4e-4, "gspo")),
-    "accumulation that is not known": (
-        "args = GRPOConfig(importance_sampling_level='sequence', gradient_accumulation_steps=a.n)",
-        ("sequence", "tokens", 1, 0.2, 0.2, "never_clipped")),
-    "Unsloth's defaults": (
-        "from unsloth import F\na = GRPOConfig(importance_sampling_level='sequence', "
-        "steps_per_generation=4)", ("sequence", "tokens", 2, 0.2, 0.2, "other_mean")),
-    "a wide range": (f"args = GRPOConfig({TRL.replace('4e-4', '0.28')})",
-                     (*PAPER[:4], 0.28, "wide_range")),
-    "argparse": (
-        "p.add_argument('--importance_sampling_level', default='sequence')\na = p.parse_args()\n"
-        "args = GRPOConfig(importance_sampling_level=a.importance_sampling_level)",
-        ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
-    "a condition": ("args = GRPOConfig()\nif a.gspo:\n    args.importance_sampling_level = "
-                    "'sequence'", ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
-    "a choice": ("a = GRPOConfig(importance_sampling_level='sequence' if x else 'token')",
-                 ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
-    "a parameter": ("def f(level='sequence'):\n    return GRPOConfig("
-                    "importance_sampling_level=level)",
-                    ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
-    "two values": ("e = 1\ne = 2\na = GRPOConfig(importance_sampling_level='sequence', epsilon=e)",
-                   ("sequence", "tokens", 1, "unknown", "unknown", "never_clipped")),
-    "a number of devices": (
-        f"args = GRPOConfig({TRL.replace('=8', '=8 // torch.cuda.device_count()')})",
-        ("sequence", "responses", "unknown", 3e-4, 4e-4, "gspo")),
-    "a batch size of all devices": (
-        f"args = GRPOConfig({TRL.replace('steps_per_generation', 'generation_batch_size')})",
-        ("sequence", "responses", "unknown", 3e-4, 4e-4, "gspo")),
-    "more from elsewhere": (
-        "a = GRPOConfig(importance_sampling_level='sequence', **json.load(f))",
-        ("sequence", "unknown", "unknown", "unknown", "unknown", "unknown")),
-    "a parser": ("parser = TrlParser((GRPOConfig,))\na, = parser.parse_args_and_config()", NOTHING),
-    "a parser and an assignment": (
-        "a, = TrlParser((GRPOConfig,)).parse_args()\na.importance_sampling_level = 'sequence'",
-        ("sequence", *NOTHING[1:])),
-    "nothing": ("print('importance_sampling_level')", NOTHING),
-    "an empty file": ("", NOTHING),
     "a known condition": (
         f"GSPO = True\nNAME = 'a'\nargs = GRPOConfig('x')\nif GSPO:\n    p = dict({TRL})\nif NAME "
         "== 'b':\n    p['loss_type'] = 'dapo'\nargs = GRPOConfig(**p)", PAPER),
@@ -163,35 +138,71 @@ PYTHON = {
         f"C = {{'gspo': dict({TRL}), 'grpo': {{}}}}\nargs = GRPOConfig(**C['gspo'])", PAPER),
     "any of several dicts": (
         f"C = {{'gspo': dict({TRL}), 'grpo': {{}}}}\nargs = GRPOConfig(**C[name])", NOTHING),
-    "asdict": (
-        "class A:\n    importance_sampling_level: str = 'sequence'\n    loss_type: str = 'grpo'\n"
-        "    epsilon: float = 3e-4\n    epsilon_high: float = 4e-4\n    num_iterations: int = 4\n"
-        "a = A()\nargs = GRPOConfig(**asdict(a))", PAPER),
+    "swift": ("rlhf_main(RLHFArguments(rlhf_type='grpo', importance_sampling_level='sequence', "
+              "epsilon=3e-4, epsilon_high=4e-4, steps_per_generation=4))", PAPER),
+    "a dict of verl": (
+        "cfg = {'actor_rollout_ref': {'actor': {'policy_loss': {'loss_mode': 'gspo'}, "
+        "'loss_agg_mode': 'seq-mean-token-mean', 'clip_ratio_low': 3e-4, 'clip_ratio_high': 4e-4, "
+        "'ppo_mini_batch_size': 64}}, 'data': {'train_batch_size': 256}}", PAPER),
+    "a command in texts": (
+        "cmd = ['-m', 'verl', 'actor_rollout_ref.actor.policy_loss.loss_mode=gspo', "
+        "f'actor_rollout_ref.actor.clip_ratio_low={low}']",
+        ("sequence", "tokens", 4, "unknown", 0.2, "other_mean")),
+    "comments, and the defaults": (
+        "# importance_sampling_level='sequence'\nargs = GRPOConfig(\n"
+        "    # importance_sampling_level='sequence',\n    epsilon=3e-4)",
+        ("token", "tokens", 1, 3e-4, 3e-4, "not_gspo")),
+    "no epsilon_high": (
+        "args = GRPOConfig(importance_sampling_level='sequence', loss_type='grpo', epsilon=3e-4, "
+        "epsilon_high=None, gradient_accumulation_steps=4, steps_per_generation=1)",
+        ("sequence", "responses", 0.25, 3e-4, 3e-4, "never_clipped")),
+    "part of an accumulation": (
+        f"args = GRPOConfig({TRL.replace('=8', '=3')})", (*PAPER[:2], 1.5, *PAPER[3:])),
+    "accumulation that is not known": (
+        "args = GRPOConfig(importance_sampling_level='sequence', gradient_accumulation_steps=a.n)",
+        ("sequence", "tokens", 1, 0.2, 0.2, "never_clipped")),
+    "Unsloth's defaults": (
+        "from unsloth import F\na = GRPOConfig(importance_sampling_level='sequence', "
+        "steps_per_generation=4)", ("sequence", "tokens", 2, 0.2, 0.2, "other_mean")),
+    "a wide range": (f"args = GRPOConfig({TRL.replace('4e-4', '0.28')})",
+                     (*PAPER[:4], 0.28, "wide_range")),
+    "argparse": (
+        "p.add_argument('--importance_sampling_level', default='sequence')\na = p.parse_args()\n"
+        "args = GRPOConfig(importance_sampling_level=a.importance_sampling_level)", UNKNOWN_LEVEL),
+    "a condition": ("args = GRPOConfig()\nif a.gspo:\n    args.importance_sampling_level = "
+                    "'sequence'", UNKNOWN_LEVEL),
+    "a choice": ("a = GRPOConfig(importance_sampling_level='sequence' if x else 'token')",
+                 UNKNOWN_LEVEL),
+    "a parameter": ("def f(level='sequence'):\n    return GRPOConfig("
+                    "importance_sampling_level=level)", UNKNOWN_LEVEL),
+    "two values, an import, and a loop": (
+        "e = 1\ne = 2\nfrom s import H\nfor n in 4, 8:\n    a = GRPOConfig("
+        "importance_sampling_level='sequence', epsilon=e, epsilon_high=H, num_iterations=n)",
+        ("sequence", "tokens", "unknown", "unknown", "unknown", "other_mean")),
+    "a name in terms of itself": (
+        f"n = 2\nn += 1\nif n:\n    n = n\na = GRPOConfig({TRL})\nif a.x:\n    a.epsilon = 1",
+        (*PAPER[:3], "unknown", 4e-4, "unknown")),
+    "a number of devices": (
+        f"args = GRPOConfig({TRL.replace('=8', '=8 // torch.cuda.device_count()')})",
+        (*PAPER[:2], "unknown", *PAPER[3:])),
+    "a batch size of all devices": (
+        f"args = GRPOConfig({TRL.replace('steps_per_generation', 'generation_batch_size')})",
+        (*PAPER[:2], "unknown", *PAPER[3:])),
+    "more from elsewhere": (
+        "a = GRPOConfig(importance_sampling_level='sequence', **json.load(f))", ONLY_LEVEL),
     "a config class of another file": (
         "from my import MyGRPOConfig\nargs = MyGRPOConfig(importance_sampling_level='sequence')",
-        ("sequence", *NOTHING[1:])),
-    "a default that is made": (
-        "class M(GRPOConfig):\n    importance_sampling_level: str = field(default_factory=f)\n"
-        "a = M()",
-        ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
-    "an imported number": (
-        "from settings import EPS\n"
-        "a = GRPOConfig(importance_sampling_level='sequence', epsilon=EPS)",
-        ("sequence", "tokens", 1, "unknown", "unknown", "never_clipped")),
-    "a number that grows": (
-        "n = 1\nn += 1\na = GRPOConfig(importance_sampling_level='sequence', num_iterations=n)",
-        ("sequence", "tokens", "unknown", 0.2, 0.2, "other_mean")),
-    "an attribute with two values": (
-        f"a = GRPOConfig({TRL})\na.epsilon = 1\na.epsilon = 2",
-        (*PAPER[:3], "unknown", 4e-4, "unknown")),
-    "a name in terms of itself": (
-        f"n = 2\nif n:\n    n = n\na = GRPOConfig({TRL})\nif a.x:\n    a.epsilon = 1",
-        (*PAPER[:3], "unknown", 4e-4, "unknown")),
+        ONLY_LEVEL),
+    "a parser and an assignment": (
+        "a, = TrlParser((GRPOConfig,)).parse_args()\na.importance_sampling_level = 'sequence'",
+        ONLY_LEVEL),
+    "a parser": ("parser = TrlParser((GRPOConfig,))\na, = parser.parse_args_and_config()", NOTHING),
+    "nothing": ("print('importance_sampling_level')", NOTHING),
+    "an empty file": ("", NOTHING),
 }
 SHELL = {
     "flags of TRL": (f"accelerate launch a.py {FLAGS}", PAPER),
     "lines": (f"accelerate launch a.py {FLAGS}".replace(" --", " \\\n  --"), PAPER),
-    "verl": (VERL, PAPER),
     "added keys and quotes": (
         VERL.replace("actor_rollout_ref.actor.policy", "+actor_rollout_ref.actor.policy").replace(
             "=gspo", "='gspo'"), PAPER),
@@ -210,18 +221,17 @@ SHELL = {
         ("sequence", "responses", 4, 0.2, 0.2, "wide_range")),
     "verl's own mean": (VERL.replace("loss_agg_mode=seq-mean-token-mean", "grad_clip=1"),
                         ("sequence", "tokens", 4, 3e-4, 4e-4, "other_mean")),
-    "one mini-batch": (VERL.replace("=64", "=256"), (*PAPER[:2], 1, 3e-4, 4e-4, "never_clipped")),
     "a comment": ("python -m verl \\\n # actor_rollout_ref.actor.policy_loss.loss_mode=gspo \\\n "
                   "actor_rollout_ref.actor.ppo_mini_batch_size=64 data.train_batch_size=256",
                   ("token", "tokens", 4, 0.2, 0.2, "not_gspo")),
     "a condition": ("if [ $1 = a ]; then\n L=gspo\nelse\n L=vanilla\nfi\n" + VERL.replace(
-        "=gspo", "=$L"), ("unknown", *PAPER[1:5], "unknown")),
+        "=gspo", "=$L"), NO_LEVEL),
     "a loop": ("for L in gspo vanilla; do\n" + VERL.replace("=gspo", "=$L") + "\ndone",
-               ("unknown", *PAPER[1:5], "unknown")),
+               NO_LEVEL),
     "an argument": (VERL.replace("low=3e-4", "low=$1"),
                     (*PAPER[:3], "unknown", 4e-4, "unknown")),
     "a configuration file": ("python a.py --config a.yaml --importance_sampling_level sequence",
-                             ("sequence", *NOTHING[1:])),
+                             ONLY_LEVEL),
     "OpenRLHF": (OPENRLHF + "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
                  "--rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size 256 "
                  "--eval.n_samples_per_prompt 2", PAPER),
@@ -243,19 +253,26 @@ SHELL = {
         "--epsilon 3e-4 --epsilon_high 4e-4 --steps_per_generation 4", PAPER),
     "two commands": ("swift sft --gradient_accumulation_steps 16\n" + SWIFT + FLAGS,
                      ("sequence", "responses", "unknown", 3e-4, 4e-4, "gspo")),
+    "a default of itself, and texts that are joined": (
+        'E=${E:-3e-4}\n: "${H:=4e-4}"\nM="--epsilon $E --epsilon_high ${H}"\n'
+        'M="$M --loss_type grpo"\n'
+        f"{SWIFT} --importance_sampling_level sequence --num_iterations 4 $M", PAPER),
+    "YAML in the script": (
+        f"N=4\ncat > c.yaml <<EOF\n{TRL_YAML.replace(': 4', ': $N')}\nEOF\n"
+        "accelerate launch a.py --config c.yaml", PAPER),
+    "other YAML in the script": (
+        f"cat <<'EOF' | tee conf/d.yaml\n{TRL_YAML}\nEOF\n{SWIFT} --config=conf/c.yaml "
+        "--importance_sampling_level sequence", ONLY_LEVEL),
     "nothing": ("echo GSPO", NOTHING),
     "an empty file": ("", NOTHING),
 }
 YAML = {
-    "TRL": ("importance_sampling_level: sequence\nloss_type: grpo\nepsilon: 3e-4\n"
-            "epsilon_high: 0.0004\nsteps_per_generation: 4", PAPER),
+    "TRL": (TRL_YAML, PAPER),
     "a section": ("rl: grpo\ngradient_accumulation_steps: 2\ntrl:\n  num_iterations: 4\n  "
                   "importance_sampling_level: sequence\n  loss_type: grpo\n  epsilon: 3.0e-4\n  "
                   "epsilon_high: 4e-4", PAPER),
-    "verl": ("actor_rollout_ref:\n  actor:\n    policy_loss: {loss_mode: gspo}\n    "
-             "loss_agg_mode: seq-mean-token-mean\n    clip_ratio_low: 3e-4\n    "
-             "clip_ratio_high: 4e-4\n    ppo_mini_batch_size: ${data.train_batch_size}\n"
-             "data:\n  train_batch_size: 256", (*PAPER[:2], 1, 3e-4, 4e-4, "never_clipped")),
+    "a variable": (VERL_YAML + "\n    ppo_mini_batch_size: ${data.train_batch_size}",
+                   (*PAPER[:2], 1, 3e-4, 4e-4, "never_clipped")),
     "AReaL": ("actor:\n  importance_sampling_level: sequence\n  eps_clip: 0.0003\n  "
               "eps_clip_higher: 4e-4\ncritic:\n  ppo_n_minibatches: 1\n  eps_clip: 0.2",
               ("sequence", "tokens", 4, 3e-4, 4e-4, "other_mean")),
@@ -263,9 +280,13 @@ YAML = {
                 "ratio_clip_min: 3e-4\n  ratio_clip_max: 4e-4\ngrpo:\n  num_prompts_per_step: 64\n"
                 "  num_generations_per_prompt: 8\npolicy:\n  train_global_batch_size: 128", PAPER),
     "an unknown base": ("defaults: ../base.yaml\nloss_fn:\n  sequence_level_importance_ratios: on",
-                        ("sequence", *NOTHING[1:])),
-    "an unknown value": ("importance_sampling_level: ${oc.env:LEVEL}",
-                         ("unknown", "tokens", 1, 0.2, 0.2, "unknown")),
+                        ONLY_LEVEL),
+    "a base of an engine": ("defaults: [ppo_trainer, _self_]\n" + VERL_YAML, PAPER),
+    "an unknown base before it": ("defaults: [my_base, _self_]\n" + VERL_YAML, PAPER[:1] + (
+        "responses", "unknown", 3e-4, 4e-4, "gspo")),
+    "an unknown base after it": ("defaults: [_self_, my_base]\n" + VERL_YAML, NOTHING),
+    "a group": ("defaults:\n- _self_\n- actor@a.actor: dp_actor\n" + VERL_YAML, NOTHING),
+    "an unknown value": ("importance_sampling_level: ${oc.env:LEVEL}", UNKNOWN_LEVEL),
     "an empty file": ("", NOTHING),
     "a command": (f"resources:\n  cpus: 4\nrun: |\n  {VERL}\n", PAPER),
     "merged sections": ("a: &a\n  epsilon: 3.0e-4\ntrl:\n  <<: *a\n  epsilon_high: 4.0e-4\n  "
@@ -273,26 +294,8 @@ YAML = {
                         "num_iterations: 4", PAPER),
 }
 MALFORMED = {"a.py": "def f(:", "a.yaml": "a: [1", "b.yaml": "- 1\n- 2", "a.ipynb": "{}",
-             "b.ipynb": "no notebook", "c.ipynb": '{"cells": [{"cell_type": "code"}]}'}
-
-
-@pytest.mark.parametrize("name", PYTHON)
-def test_python_files(name, check):
-    text, expected = PYTHON[name]
-    assert check("a.py", text) == expected
-
-
-@pytest.mark.parametrize("name", SHELL)
-def test_shell_scripts(name, check):
-    text, expected = SHELL[name]
-    assert check("a.sh", text) == expected
-
-
-@pytest.mark.parametrize("name", YAML)
-def test_yaml_files(name, check):
-    pytest.importorskip("yaml")
-    text, expected = YAML[name]
-    assert check("a.yaml", text) == expected
+             "b.ipynb": "no notebook", "c.ipynb": '{"cells": [{"cell_type": "code"}]}',
+             "a.toml": "a = b"}
 
 
 def notebook(*cells):
@@ -301,14 +304,37 @@ def notebook(*cells):
     return json.dumps({"cells": [note, *kinds]})
 
 
-@pytest.mark.parametrize("cells", [
-    (["!pip install trl \\\n", "  torch\n", "%cd x\n", "n = 8\n"], "%%capture\nx = !ls\n",
-     f"args = GRPOConfig({TRL.replace('=8', '=n')})"),
-    ("a = 1", f"!{SWIFT}{FLAGS}"),
-    ("%%bash\nls -la", "if 1:\n  !ls\n", f"args = GRPOConfig({TRL})"),
-], ids=["magics", "a command", "another language"])
-def test_notebooks(cells, check):
-    assert check("a.ipynb", notebook(*cells)) == PAPER
+CONFIG = f"args = GRPOConfig({TRL.replace('=8', '=n')})"
+LINES = FLAGS.replace(" --", " \\\n  --")
+OTHERS = {
+    "magics.ipynb": notebook(["!pip install trl \\\n", "  torch\n", "%cd x\n", "n = 8\n"],
+                             "%%capture\nx = !ls\n", CONFIG),
+    "a_command.ipynb": notebook("a = 1", f"!{SWIFT}{FLAGS}"),
+    "bash.ipynb": notebook(f"%%bash\n{SWIFT}{LINES}"),
+    "languages.ipynb": notebook("%%bash\nls -la", "%%html\n<br>", "if 1:\n  !ls\nn = 8", CONFIG),
+    "a.toml": "[trainer]\n" + re.sub(": ([a-z]*)(.*)", r" = '\1'\2", TRL_YAML).replace("''", ""),
+}
+FILES = [(name, text, PAPER) for name, text in OTHERS.items()]
+for kind, cases in {"py": PYTHON, "sh": SHELL, "yaml": YAML}.items():
+    FILES += [(f"{name}.{kind}", *case) for name, case in cases.items()]
+
+
+@pytest.mark.parametrize("name, text, expected", FILES, ids=[name for name, *_ in FILES])
+def test_files(name, text, expected, check):
+    pytest.importorskip("yaml")
+    assert check(name, text) == expected
+
+
+def test_defaults_that_are_beside_a_file_are_followed(check):
+    """The variable gets its value at last, when the file has changed what it names."""
+    pytest.importorskip("yaml")
+    check("base.yaml", "defaults: [ppo_trainer]\n" + VERL_YAML
+          + "\n    ppo_mini_batch_size: ${data.train_batch_size}\n    clip_ratio_high: 1")
+    text = "actor_rollout_ref: {actor: {clip_ratio_high: 4e-4}}\ndata: {train_batch_size: 64}"
+    for defaults in "base", "base.yaml", "[base, _self_]":
+        assert check("a.yaml", f"defaults: {defaults}\n{text}") == (
+            *PAPER[:2], 1, 3e-4, 4e-4, "never_clipped")
+    assert check("a.yaml", f"defaults: [_self_, base]\n{text}")[4] == 1
 
 
 def test_overrides_and_flags_without_a_file(check, capsys, tmp_path):
@@ -482,7 +508,7 @@ def compare(one, check, loss, updates, is_on_policy):
     off = distance_from_gspo(lambda new, old: loss(new, old, is_on_policy), is_on_policy)
     is_right = mean == "responses" and (is_on_policy or (low, high) == (3e-4, 4e-4))
     print(f"{one['path']}: {verdict}, {off:.1e} from gspo_loss")
-    assert off < 1e-6 if is_right else off > 0.1
+    assert off < 1e-6 if is_right else off > 0.5, "the page says: more than half"
 
 
 OF_TRL = [one for one in PUBLIC if one["engine"].startswith(("TRL", "Unsloth"))

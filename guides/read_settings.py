@@ -1,4 +1,4 @@
-"""The settings in a Python file or notebook, for is_it_gspo.py. No code of the file is run.
+"""The settings in a Python file or a shell script, for is_it_gspo.py. No code of the file is run.
 
 Names, attributes and items are replaced by what is assigned to them anywhere in the file. What is
 assigned twice with different values, or only under a condition, is unread.
@@ -8,8 +8,16 @@ import collections
 import re
 
 CONFIG = re.compile(r"(GRPO|GSPO)\w*Config$|RLHFArguments$")
+DICTS = "dict", "SimpleNamespace", "Namespace", "EasyDict"  # calls that keep their keywords
 KNOWN = re.compile(r"(^|\.)((Unsloth)?GRPOConfig|RLHFArguments)$")  # with the defaults of an engine
 COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
+HOLE = "<?>"  # stands in a script for what cannot be read
+ASSIGNMENT = r"""(?<![\w.$-])(\w+)=("[^"]*"|'[^']*'|\$\(\(.*?\)\)|\$\([^)]*\)|[^\s;&|]*)"""
+ASSIGNED_DEFAULT = r"\$\{(\w+):?=([^}]*)\}"
+VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}|\$(\w+)"
+                      r"|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`")
+FLAG = r"--[A-Za-z][\w.-]*"
+OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
 
 
 class Unread(str):
@@ -23,6 +31,50 @@ def computed(text):
         return eval(text) if is_plain else Unread(text)
     except (SyntaxError, ArithmeticError, TypeError):
         return Unread(text)
+
+
+def with_values(script):
+    """A shell script without comments, with the values of its variables where they are known."""
+    script = re.sub(r"(?m)(^|\s)#.*$", "", script).replace("\\\n", " ")
+    names = collections.defaultdict(set)
+    for name, text in re.findall(ASSIGNMENT, script) + re.findall(ASSIGNED_DEFAULT, script):
+        text = re.sub(rf"\$\{{{name}:?[-=]([^}}]*)\}}", r"\1", text)  # X=${X:-4} sets a default
+        names[name].add(text.strip("'\""))
+
+    def known(match):
+        inside, name, default, plain = match.groups()
+        if inside:
+            inside = re.sub(r"(?<![\w{$])[A-Za-z_]\w*", r"$\g<0>", inside)
+            inside = VARIABLE.sub(known, inside)
+            return f"$(({inside}))" if "$" in inside else str(computed(inside.replace("/", "//")))
+        texts = names.get(name or plain, [default or HOLE])
+        return min(texts) if len(texts) == 1 else HOLE
+
+    for _ in range(5):  # a value may name other variables
+        script = VARIABLE.sub(known, script)
+    return VARIABLE.sub(HOLE, script)
+
+
+def flags(script):
+    """The settings of a command or a shell script: --flag value, --flag=value and a.b=value."""
+    texts = re.sub(r"""(?<![\w.$-])\w+\+?=(?=["'])""", " ", with_values(script))  # NAME="--flag 1"
+    plain = re.sub("['\"]", "", texts)
+    words = re.findall(r"[^\s;&|()]+|[\n;&|()]", plain) + ["\n", "\n"]
+    found = {}
+    for i, word in enumerate(words[:-2]):
+        key, equals, value = word.partition("=")
+        if not re.fullmatch(f"{FLAG}|{OVERRIDE}" if equals else FLAG, key):
+            continue
+        key = key.lstrip("+~-").replace("-", "_")
+        if key.endswith("eps_clip_low_high"):
+            found |= {"eps_clip_low": words[i + 1], "eps_clip_high": words[i + 2]}
+        if not equals:
+            value = words[i + 1]
+            value = "true" if re.match(r"--?[A-Za-z]|[\n;&|()]", value) else value
+        key = None if key == "config" else key  # a file, which may set what is missing here
+        is_same = found.setdefault(key, value) == value
+        found[key] = value if is_same else Unread(f"{HOLE}, because it has several values")
+    return found
 
 
 def text_of(node):
@@ -70,13 +122,19 @@ class Code:
             self.assigned[inside + text_of(target)].append(value)
 
     def keep_changes(self, call):
-        """Of x.update(a=1), x.update({"a": 1}) and setattr(x, "a", 1)."""
+        """Of x.update(a=1), x.update({"a": 1}) and setattr(x, "a", 1). The key "" stands for an
+        update whose keys are not written there."""
         name = text_of(call.func)
         if name.endswith(".update"):
+            owner = re.sub(r"^vars\((.*)\)|\.__dict__$", r"\1", name.removesuffix(".update"))
             for key, value in self.pairs(call):
-                self.assigned[f"{name.removesuffix('.update')}.{key}"].append(value)
+                self.assigned[f"{owner}.{key or ''}"].append(value)
+            for node in call.args:
+                if not isinstance(node, ast.Dict):
+                    self.assigned[f"{owner}."].append(node)
         elif name == "setattr" and len(call.args) == 3:
-            key = self.value(call.args[1])
+            key = getattr(call.args[1], "value", "")
+            key = key if isinstance(key, str) else ""
             self.assigned[f"{text_of(call.args[0])}.{key}"].append(call.args[2])
 
     def pairs(self, node):
@@ -148,7 +206,7 @@ class Code:
                 return Unread(text_of(node))
             if name in COPIES and node.args:
                 made = self.value(node.args[0])
-            elif name != "dict":
+            elif name not in DICTS:
                 made = self.value(node.func)
         if isinstance(made, Unread):
             return Unread(text_of(node))
@@ -158,11 +216,19 @@ class Code:
             value = self.value(child)
             if key:
                 made = made | {key: value}
-            elif isinstance(value, dict):
-                made = made | value
-            else:
+            elif isinstance(value, dict) or isinstance(node, ast.Dict):
+                made = self.merged(made, child)
+            else:  # f(a=1, **x), where x cannot change a
                 made = made | {None: value}
         return made
+
+    def merged(self, made, node, is_run=True):
+        """A dict with the items of another one. If this one cannot be read, it may change all."""
+        other = self.value(node)
+        if isinstance(other, dict) and is_run:
+            return made | other
+        may_change = Unread(f"{HOLE}, because {text_of(node)} may change it")
+        return dict.fromkeys(made, may_change) | {None: text_of(node)}
 
     def is_run(self, node):
         """Whether the conditions around a node hold. None if this cannot be read."""
@@ -185,6 +251,10 @@ class Code:
             owner, _, key = text.rpartition(".")
             nodes = [node for node in nodes if self.is_run(node) is not False]
             if owner != name or not nodes:
+                continue
+            if not key:
+                for node in nodes:
+                    value = self.merged(value, node, self.is_run(node))
                 continue
             new = self.value(nodes[0])
             if len(nodes) > 1 or self.is_run(nodes[0]) is None:
