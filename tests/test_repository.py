@@ -7,6 +7,7 @@ keeps it out of train_math.py, whatever its length.
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -47,6 +48,7 @@ def python_files(*folders):
     return [path.relative_to(TOP) for path in paths]
 
 
+@functools.cache
 def imported_by(source):
     """The full names of everything that a file imports, also inside its functions."""
     names = set()

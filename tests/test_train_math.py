@@ -456,10 +456,6 @@ class TestAModel:
         model.save_pretrained(tmp_path / "two")
         config = json.loads((tmp_path / "two" / "config.json").read_text())
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
-        ids = torch.tensor([[5, 6, 7]])
-        with torch.no_grad():
-            again = train_math.load(str(tmp_path / "two"), "cpu")[0](ids).logits
-            assert torch.equal(model(ids).logits, again)
 
 
 class TestAReward:
