@@ -110,20 +110,17 @@ def algorithm_of(spec):
         algorithm = algorithm._replace(loss=loss, ratio="sequence" if gate == "one" else gate)
     if "successor" in spec:
         name = spec["successor"]
-        loss = fixed_range(getattr(successors, name + "_loss"), low, high)
+        own_loss = getattr(successors, name + "_loss")
+        numbers = low, high  # which gspo.py might not accept as a clip range
+
+        def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
+            return own_loss(log_probs, old_log_probs, advantages, mask, *numbers, denominator)
+
         ratio, low, high = successors.clip_of(name, low, high)
         algorithm = algorithm._replace(loss=loss, ratio=ratio)
         if name == "dr_grpo":
             algorithm = algorithm._replace(advantages=successors.centred_advantages)
     return algorithm._replace(eps_low=low, eps_high=high)
-
-
-def fixed_range(loss, low, high):
-    """The loss with its own two numbers, which gspo.py might not accept as a clip range."""
-    def with_own_numbers(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, *more):
-        return loss(log_probs, old_log_probs, advantages, mask, low, high, *more)
-
-    return with_own_numbers
 
 
 def clip_range(spec):

@@ -426,35 +426,19 @@ def gradients(rows):
                      "reward at the end"], lines)
 
 
-def shares(row):
-    return f"{row['eval_reward']:.2f} / {row['sampled']:.2f}"
-
-
-def earlier(rows):
-    """Runs at a learning rate of 3e-4 before the plan: final accuracies, greedy / sampled."""
-    last = {(row["variant"], row["world"], row["seed"]): row["rows"][-1] for row in rows}
-    starts = {row["world"]: row["rows"][0]["start"] for row in rows}
-    text = ""
-    for titles in ("GSPO", "no clip", "GRPO"), ("GSPO one epoch", "no clip one epoch",
-                                                "GRPO one epoch", "one update"):
-        lines = []
-        for world, seed in sorted({key[1:] for key in last if key[0] == titles[0]}):
-            start = starts[world]
-            before = f"{start['0.0']:.2f} / {start['1.0']:.2f} / {max(start.values()):.2f}"
-            cells = [shares(last[name, world, seed]) for name in titles]
-            lines.append([f"{world}, {seed}", before, *cells])
-        text += markdown(["world, seed", "the start, greedy / sampled / at its best temperature",
-                          *titles], lines) + "\n"
-    low = [f"{name.split()[1]}: {row['sampled']:.2f}" for (name, _, seed), row in last.items()
-           if seed == 100]
-    return text + f"GRPO's lower ranges on world 0, seed 100, sampled: {', '.join(low)}\n"
-
-
-def tried(rows):
-    """Runs at a learning rate of 6e-4 before the plan."""
-    return markdown(["variant", "world, seed", "greedy / sampled"],
-                    [[row["variant"], f"{row['world']}, {row['seed']}", shares(row["rows"][-1])]
-                     for row in rows])
+def before_the_plan(rows):
+    """Runs before the plan of the lesson: their accuracies, greedy / sampled."""
+    lines = []
+    for row in rows:
+        first, last = row["rows"][0], row["rows"][-1]
+        start = [first["start"]["0.0"], first["start"]["1.0"], max(first["start"].values())]
+        lines.append([
+            row["variant"], f"{row['world']}, {row['seed']}",
+            f"{first['settings']['learning_rate']:g}", " / ".join(f"{x:.2f}" for x in start),
+            f"{last['eval_reward']:.2f} / {last['sampled']:.2f}"])
+    return markdown(["variant", "world, seed", "learning rate",
+                     "the start, greedy / sampled / at its best temperature", "greedy / sampled"],
+                    sorted(lines))
 
 
 def updates(rows):
@@ -875,8 +859,8 @@ def page():
         "The small world: several samples of one next token": prefixes(lesson["prefixes"]),
         "The small world: the starting model at other temperatures":
             starting_model(lesson["starting_model"]),
-        "The small world: runs at a learning rate of 3e-4": earlier(lesson["earlier"]),
-        "The small world: runs at a learning rate of 6e-4": tried(lesson["tried"]),
+        "The small world: runs before the plan": before_the_plan(
+            lesson["earlier"] + lesson["tried"]),
         "The small world: what tells a collapse": signs(lesson["collapse"]),
         "The small world: the right value and another gradient": gradients(lesson["gradients"]),
         "Runs without a clip that collapsed": collapses(every, tuned, lesson),
