@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import train_math
-from tools.logs import append, read, write
+from tools.logs import append, paired, read, write
 
 RECIPE = ["--instruction", "", "--temperature", "0.7", "--prompts_per_step", "8", "--group_size",
           "6", "--minibatches", "4", "--max_steps", "20", "--save_steps", "20", "--learning_rate",
@@ -239,6 +239,32 @@ TASKS = {  # the rows, the reward of one text, and --max_completion_length
     "slogan": (slogan_rows, slogan_reward, 20),
     "label": (label_rows, label_reward, 8),
 }
+
+
+def table(logs):
+    """The packed log of the runs as a table."""
+    titles = ["task", "seed", "before", "after", "difference (95% CI, paired)", "best constant",
+              "reward 1", "learned", "minutes"]
+    lines = [titles, ["---"] * len(titles)]
+    for name in TASKS:
+        for seed in range(3):
+            run = f"{name}_{seed}"
+            if f"{run}/summary" not in logs:
+                continue
+            summary = logs[f"{run}/summary"][0]
+            steps = [row["step"] for row in logs[f"{run}/metrics"] if "eval_reward" in row]
+            first, last = (logs[f"{run}/eval_{step}"] for step in (steps[0], steps[-1]))
+            before, after = ([row["reward"] for row in results] for results in (first, last))
+            difference, (low, high), _ = paired(before, after)
+            mean = statistics.fmean(after)
+            constant = summary["constant_reward"]
+            full = [sum(reward > 0.999 for reward in rewards) for rewards in (before, after)]
+            lines.append([
+                name, seed, f"{statistics.fmean(before):.3f}", f"{mean:.3f}",
+                f"{difference:+.3f} ({low:+.3f} to {high:+.3f})",
+                f"{constant:.3f}", "{} to {} of {}".format(*full, len(after)),
+                "yes" if low > 0 and mean > constant else "no", f"{summary['seconds'] / 60:.0f}"])
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def main(argv=None):
