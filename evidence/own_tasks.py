@@ -244,7 +244,7 @@ TASKS = {  # the rows, the reward of one text, and --max_completion_length
 def table(logs):
     """The packed log of the runs as a table."""
     titles = ["task", "seed", "before", "after", "difference (95% CI, paired)", "best constant",
-              "reward 1", "learned", "minutes"]
+              "fully correct", "learned", "minutes"]
     lines = [titles, ["---"] * len(titles)]
     for name in TASKS:
         for seed in range(3):

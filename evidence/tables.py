@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from evidence import rounding, speed
+from evidence import own_tasks, rounding, speed
 from evidence.settings import COMPARISONS, EARLY, EXPERIMENTS, opening, variants_of
 from lesson import seeds
 from tools import answers, plot
@@ -874,6 +874,7 @@ def page():
         "GSM8K on a GPU: metrics": gsm8k_steps(gsm8k_logs),
         "GSM8K on a CPU": gsm8k_on_a_cpu(gsm8k_logs),
         "Multiplication problems": multiplication(logs("sums")),
+        "Tasks of one's own": own_tasks.table(logs("own_tasks")),
         "Rounding": rounding.table(precision["rounding"]),
         "Copies of the weights": kept(precision["kept"]),
         "Speed beside TRL on a CPU": speed.table(logs("speed")["beside_trl"]),

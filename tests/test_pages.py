@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 
 import gspo
 import train_math
+from evidence import own_tasks
 from tests.conftest import (
     SMOLLM2,
     TOP,
@@ -34,7 +36,7 @@ from tests.conftest import (
     weights_of,
     without_clocks,
 )
-from tools.logs import paired, read, read_packed
+from tools.logs import read, read_packed
 from tools.warm_up import given_rollout, tiny_tokenizer
 
 FOUND = [path.relative_to(TOP) for kind in ("md", "ipynb") for path in TOP.rglob(f"*.{kind}")]
@@ -179,16 +181,34 @@ def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
 
 
 def test_the_table_of_the_recipe_for_a_laptop_is_that_of_its_logs():
-    logs = read_packed(TOP / "evidence/logs/reviews.jsonl.gz")
-    for seed in range(3):
-        before, after, steps = (
-            [row["reward"] for row in logs[f"seed_{seed}/{name}"] if "reward" in row]
-            for name in ("eval_0", "eval_16", "metrics"))
-        difference, (low, high), _ = paired(before, after)
-        line = (f"| {seed} | {sum(before) / 70:.1%} | {sum(after) / 70:.1%} | "
-                f"{100 * difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}) | "
-                f"{steps[0]:.0%}, {steps[-1]:.0%} |")
-        assert line in text_of(OWN_TASK) and len(before) == 70
+    logs = read_packed(TOP / "evidence/logs/own_tasks.jsonl.gz")
+    rows = [line.split(" | ") for line in own_tasks.table(logs).splitlines()[2:]]
+    assert len(rows) >= 5
+    for task, *cells, learned, minutes in rows:
+        assert " | ".join([task, *cells, minutes]) in text_of(OWN_TASK) and learned == "yes"
+    before, after = ([row["reward"] for row in logs[f"reviews_0/eval_{step}"]] for step in (0, 20))
+    assert f"rose from {sum(before) / 70:.1%} to {sum(after) / 70:.1%}" in text_of(OWN_TASK)
+
+
+@pytest.mark.parametrize("task, right, partly, wrong", [
+    ("files", "{answer}", "Sure: {answer}", "report.xyz"),
+    ("order", "{answer}", "name: {answer}", "{source}"),
+    ("price", "{answer}", "It costs {answer}", "$1.00"),
+    ("slogan", "{answer} a b c d e f g", "{answer} a b c", "{source}"),
+    ("label", "It is {answer}.", None, "billing or account"),
+])
+def test_the_rewards_of_the_five_tasks(task, right, partly, wrong):
+    make_rows, reward, _ = own_tasks.TASKS[task]
+    rows = make_rows(50, random.Random(1))
+    assert rows == make_rows(50, random.Random(1)) and len({row["question"] for row in rows}) == 50
+    for row in rows:
+        columns = {name: value for name, value in row.items() if name != "question"}
+        words = columns.get("n_words", 8)
+        text = " ".join(right.format(**columns).split()[:words])
+        assert reward(text, **columns) == 1
+        assert reward(wrong.format(**columns), **columns) == 0
+        if partly:
+            assert 0 < reward(partly.format(**columns), **columns) <= 1
 
 
 def test_the_reward_of_the_front_page_accepts_a_word_and_a_sentence():
