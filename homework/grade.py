@@ -417,8 +417,10 @@ def fingerprints(homework, source):
 
 
 def suspicious(source):
-    """Words in the code that an honest solution does not need."""
-    return WORDS.intersection(re.findall(r"\w+", bare(ast.parse(source).body)))
+    """Names in the code that an honest solution does not need."""
+    fields = "id", "attr", "name", "module"  # of names, attributes and imports
+    nodes = list(ast.walk(ast.parse(source)))
+    return {getattr(node, field, None) for node in nodes for field in fields} & WORDS
 
 
 def what_it_is_not(source):

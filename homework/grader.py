@@ -80,7 +80,7 @@ class Lender:
 
     def __init__(self, module, under_test, right):
         self.names = vars(module)
-        self.tested = under_test.functions
+        self.under_test = under_test
         self.right = right
         self.first_with = {}       # slip -> the loss that has it first, and loses points for it
 
@@ -97,19 +97,20 @@ class Lender:
     def applied(self, part, lent, slip):
         """Lends the functions to the file's own calls, not to the tests, and undoes the slip."""
         own = {name: self.names.get(name) for name in lent}
-        loss = self.tested.get(part)
+        tested = self.under_test.functions
+        loss = tested.get(part)
 
         def without_slip(*arguments, **keywords):
             return SLIPS[slip](loss, arguments, keywords)
 
         self.names.update(lent)
         if slip:
-            self.tested[part] = without_slip
+            tested[part] = without_slip
         try:
             yield
         finally:
             self.names.update(own)
-            self.tested[part] = loss
+            tested[part] = loss
 
     def note(self, part, lent, slip):
         """What to say of a part that passes a test with this repair, or None if this part is the
