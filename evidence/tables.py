@@ -828,6 +828,24 @@ def kept(rows):
             f"Largest weight: {largest['largest_weight']:,.0f}\n")
 
 
+def stale(rows):
+    """Means over the steps in which the rollouts have their full age, from the starting models that
+    have all runs. Each cell has the mean, the lowest and the highest of these models."""
+    whole = [world for world, own in by(rows, "world").items() if len(own) == 16]
+    runs = [row | {"range": "{} {:g}".format(row["clip"][0].upper(), row["clip"][1])}
+            for row in rows if row["world"] in whole]
+    lines = []
+    for (clip, age), own in by(runs, "range", "age").items():
+        cells = [spread([statistics.fmean(run[name][4:]) for run in own], ".3f")
+                 for name in ("clip_fraction", "clipped_first", "moved_first", "log_ratio_std")]
+        lines.append([clip, age, *cells, spread([run["accuracy"] for run in own], ".1%")])
+    lines.sort(key=lambda line: line[0])
+    titles = ["range", "age, in steps", "clip fraction", "in the first update",
+              "std of log s there", "std of log s later", "held-out accuracy, sampled"]
+    return (f"Starting models: worlds {', '.join(map(str, whole))}. Means over steps 5 to 8; in "
+            "brackets, the lowest and the highest starting model.\n\n" + markdown(titles, lines))
+
+
 # ---- the page ------------------------------------------------------------------------------------
 
 HEAD = """# All tables
@@ -868,6 +886,7 @@ def page():
         "The rule for the clip range": range_rule(logs("range_rule")["runs"]),
         "Ratios after an epoch": ratios(logs("ratios")["ratios"]),
         "Exact gradients": exact_ratios(logs("ratios")["exact_ratios"]),
+        "Stale rollouts": stale(logs("stale")["runs"]),
         "Pass@k before and after RL": pass_at_k(logs("pass_at_k")),
         "GSM8K on a GPU": gsm8k(gsm8k_logs["gpu/answers"]),
         "GSM8K on a GPU: GRPO minus GSPO": gsm8k_pairs(gsm8k_logs),
