@@ -90,7 +90,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--without_head", action="store_true",
                         help="leave the output head out of the files, as save_pretrained does")
-    parser.add_argument("--log", type=Path, default=HERE / "logs" / "vllm.jsonl.gz")
+    parser.add_argument("--log", type=Path, default=HERE / "logs" / "engines.jsonl.gz")
     args = parser.parse_args()
     torch.set_num_threads(1)
     make_writable(args.log)
@@ -120,7 +120,7 @@ def main():
         server.terminate()
         server.wait()
     append(args.log, {
-        "log": "runs", "versions": versions(args.python), "without_head": args.without_head,
+        "log": "vllm", "versions": versions(args.python), "without_head": args.without_head,
         "padding_changes_logits_by": change,
         "server_mib": mebibytes,
         "rows": [{name: row[name] for name in KEPT} for row in rows[1:]]})
