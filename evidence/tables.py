@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from evidence import own_tasks, rounding, speed
+from evidence import lesson_seeds, own_tasks, rounding, speed
 from evidence.settings import COMPARISONS, EARLY, EXPERIMENTS, opening, variants_of
-from lesson import seeds
 from tools import answers, plot
 from tools.logs import STUDENT, markdown, mean_difference, mean_text, paired, read_packed
 from tools.plot import STYLES
@@ -213,7 +212,7 @@ def counted(ends):
     35%]. ends: for each run, its sampled accuracy minus that of its start, and its greedy accuracy.
     What was not measured is None."""
     below = [change < 0 for change, _ in ends if change is not None]
-    low = [greedy < seeds.LOW for _, greedy in ends if greedy is not None]
+    low = [greedy < lesson_seeds.LOW for _, greedy in ends if greedy is not None]
     return [f"{sum(found)} of {len(found)}" if found else "-" for found in (below, low)]
 
 
@@ -378,7 +377,7 @@ def word_problems():
     """GSPO minus GRPO on the word problems of the lesson: the mean of three seeds on each of four
     worlds, and Student's interval over the worlds."""
     runs = [{"variant": name, "world": world, **rows[-1]}
-            for (name, world, _), rows in sorted(seeds.runs_of("report").items())]
+            for (name, world, _), rows in sorted(lesson_seeds.runs_of("report").items())]
     lines = []
     for metric, name in (("eval_reward", "greedy"), ("sampled", "sampled")):
         gspo, grpo = (
@@ -492,7 +491,7 @@ SIGNS = {  # title: the value of a run
 
 
 def has_fallen(row):
-    return row["final"] < seeds.LOW
+    return row["final"] < lesson_seeds.LOW
 
 
 def auc(runs, value, same_rate=True):
@@ -533,7 +532,7 @@ def signs(rows):
     for rate, runs in sorted(by(rows, "rate").items()):
         below = sum(row["final"] < rows[0]["steps"][0]["greedy"] for row in runs)
         lines.append([f"{rate:g}", len(runs), sum(map(has_fallen, runs)), below,
-                      sum(row["final"] >= seeds.SUCCESS for row in runs)])
+                      sum(row["final"] >= lesson_seeds.SUCCESS for row in runs)])
     text += "\n" + markdown(["learning rate", "runs", "greedy, below 35%",
                              "greedy, below the start", "greedy, at least 90%"], lines)
     shown = next(row for row in rows if (row["rate"], row["seed"]) == (4.5e-4, 0))
@@ -870,7 +869,7 @@ def page():
     gsm8k_logs = logs("gsm8k")
     precision = logs("precision")
     sections = {
-        "The small world: the planned test": seeds.tabulate(),
+        "The small world: the planned test": lesson_seeds.tabulate(),
         "The small world: GSPO and GRPO over four worlds": word_problems(),
         "The small world: updates per rollout": updates(lesson["lesson"]),
         "The small world: clipped at every visit": visits(lesson),

@@ -1,4 +1,4 @@
-"""evidence/ and lesson/seeds.py: the tables follow from the logs, the losses have the gradients of
+"""evidence/: the tables follow from the logs, the losses have the gradients of
 their formulas, and no run is made twice."""
 import copy
 import json
@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import train_math
 from evidence import (
     compare,
+    lesson_seeds,
     rounding,
     settings,
     speed,
@@ -26,7 +27,7 @@ from evidence import (
     vllm_sampler,
 )
 from gspo import clip_fraction, sequence_ratio
-from lesson import seeds, tiny
+from lesson import tiny
 from tests.conftest import TOP, one_line, rollout_of
 from tools.logs import read, write_packed
 
@@ -44,10 +45,10 @@ def test_each_picture_can_be_drawn_from_the_logs(monkeypatch):
     drawn = set()
     monkeypatch.setattr("matplotlib.figure.Figure.savefig",
                         lambda figure, path, **settings: drawn.add(path))
-    monkeypatch.setattr(seeds.plot, "shrink", lambda path: None)
+    monkeypatch.setattr(lesson_seeds.plot, "shrink", lambda path: None)
     tables.draw_pictures()
-    seeds.draw_collapse(seeds.fresh_runs(), seeds.PICTURE)
-    assert {*tables.HERE.glob("*.png"), seeds.PICTURE} == drawn
+    lesson_seeds.draw_collapse(lesson_seeds.fresh_runs(), lesson_seeds.PICTURE)
+    assert {*tables.HERE.glob("*.png"), lesson_seeds.PICTURE} == drawn
 
 
 def test_statistics_of_the_tables():
@@ -406,44 +407,45 @@ def test_a_run_has_all_answers_of_both_models_and_is_not_repeated(world, tmp_pat
 
 
 def test_every_fresh_run_has_the_settings_of_the_plan():
-    found = seeds.runs_of("report")
-    assert found and set(found) <= {(name, *pair) for name in seeds.STYLES for pair in seeds.FRESH}
+    found = lesson_seeds.runs_of("report")
+    planned = {(name, *pair) for name in lesson_seeds.STYLES for pair in lesson_seeds.FRESH}
+    assert found and set(found) <= planned
     plan = (TOP / "evidence" / "plans" / "lesson.md").read_text()
     for (name, _, seed), rows in found.items():
         settings = rows[0]["settings"]
         assert settings["seed"] == seed
         assert settings["learning_rate"] == 4.5e-4
-        if name in seeds.RANGES:
+        if name in lesson_seeds.RANGES:
             assert f"--eps_low {settings['eps_low']} --eps_high {settings['eps_high']}" in plan
 
 
 def test_a_run_of_the_lesson_is_not_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr(seeds, "LOG", tmp_path / "log.jsonl.gz")
+    monkeypatch.setattr(lesson_seeds, "LOG", tmp_path / "log.jsonl.gz")
     monkeypatch.chdir(tmp_path)
     line = {"variant": "GSPO", "world": 0, "seed": 1, "rows": [{"step": 0}]}
-    write_packed(seeds.LOG, {"report": [line]})
+    write_packed(lesson_seeds.LOG, {"report": [line]})
     made = []
-    monkeypatch.setattr(seeds.tiny, "world", lambda world: made.append(world))
-    monkeypatch.setattr(seeds.tiny, "main", lambda flags: made.append(flags))
-    seeds.run("report", "GSPO", [], 0, 1)
+    monkeypatch.setattr(lesson_seeds.tiny, "world", lambda world: made.append(world))
+    monkeypatch.setattr(lesson_seeds.tiny, "main", lambda flags: made.append(flags))
+    lesson_seeds.run("report", "GSPO", [], 0, 1)
     assert made == []
     with pytest.raises(FileNotFoundError):  # another seed is made; here tiny.main leaves no model
-        monkeypatch.setattr(seeds.train_math, "load", lambda *names: open("nothing"))
-        seeds.run("report", "GSPO", [], 0, 2)
+        monkeypatch.setattr(lesson_seeds.train_math, "load", lambda *names: open("nothing"))
+        lesson_seeds.run("report", "GSPO", [], 0, 2)
     assert len(made) == 2
 
 
 def test_the_first_command_of_the_lesson_has_the_settings_of_the_plan():
-    assert tiny.FLAGS[tiny.FLAGS.index("--learning_rate") + 1] == seeds.LEARNING_RATE[1]
-    for algorithm in seeds.RANGES:
-        flags = seeds.clipped(algorithm, seeds.chosen_range(algorithm))
+    assert tiny.FLAGS[tiny.FLAGS.index("--learning_rate") + 1] == lesson_seeds.LEARNING_RATE[1]
+    for algorithm in lesson_seeds.RANGES:
+        flags = lesson_seeds.clipped(algorithm, lesson_seeds.chosen_range(algorithm))
         assert flags[2:] == tiny.RANGES[algorithm.lower()]
 
 
 def test_the_lesson_shows_numbers_of_the_logged_runs():
     page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8").replace("\n", " ")
     runs = {name: {row["step"]: row for row in rows}
-            for (name, world, seed), rows in seeds.runs_of("lesson").items() if seed == 0}
+            for (name, world, seed), rows in lesson_seeds.runs_of("lesson").items() if seed == 0}
     after = page.split("| step | `reward` | `response_length` | `eval_reward` | ")[1:]
     for name, table in zip(("GSPO", "no clip"), after, strict=True):
         shown = re.findall(r"\| (before|\d+) \| ([\d.]*)%? ?\| ([\d.]*) ?\| ([\d.]*)%? ?\|", table)
@@ -467,7 +469,7 @@ def test_the_lesson_shows_numbers_of_the_logged_runs():
 
 
 def test_visits_count_the_responses_that_never_contribute():
-    visits = seeds.Visits()
+    visits = lesson_seeds.Visits()
     mask = torch.ones(4, 2)
     old = torch.zeros(4, 2)
     advantages = torch.tensor([1.0, 1.0, -1.0, 0.0])

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import train_math
-from evidence import compare, rounding
+from evidence import compare, lesson_seeds, rounding
 from evidence import sums as evidence_sums
 from homework import find_the_bug
-from lesson import seeds
 from tests.conftest import SMALL, one_line, parity_reward, rollout_of, sums, write_jsonl
 from tools import answers, evaluate, logs, plot, warm_up
 from tools.logs import mean_difference, mean_text, paired, read
@@ -402,13 +401,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr(plot, "draw", nothing)
     monkeypatch.setattr(torch.optim.AdamW, "step", nothing)
     monkeypatch.setattr(train_math, "load", nothing)
-    monkeypatch.setattr(seeds, "LOG", blocked)
+    monkeypatch.setattr(lesson_seeds, "LOG", blocked)
     argv = {
         "plot": (plot, [tmp_path, "--output", blocked]),
         "warm_up": (warm_up, ["--steps", "1", "--output_dir", blocked]),
         "pack": (logs, ["pack", tmp_path, blocked]),
         "unpack": (logs, ["unpack", log, blocked]),
-        "seeds": (seeds, ["report"]),
+        "seeds": (lesson_seeds, ["report"]),
         "find_the_bug": (find_the_bug, ["--handout", blocked, "--shuffle", "1", "--seed", "1"]),
         "bug_log": (find_the_bug, ["--all"]),
         "compare": (compare, ["world", "--log", blocked]),

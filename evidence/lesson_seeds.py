@@ -1,9 +1,9 @@
 """GSPO, GRPO, no clip and one update per rollout on the small world, on several worlds and seeds.
 
-    OMP_NUM_THREADS=1 python -m lesson.seeds choose      worlds 0 and 1: 15 minutes or more
-    OMP_NUM_THREADS=1 python -m lesson.seeds report      four fresh worlds: an hour or more
-    OMP_NUM_THREADS=1 python -m lesson.seeds lesson      the runs that the lesson shows
-    OMP_NUM_THREADS=1 python -m lesson.seeds visits      counts responses that never contribute
+    python -m evidence.lesson_seeds choose   worlds 0 and 1: 15 minutes or more
+    python -m evidence.lesson_seeds report   four fresh worlds: an hour or more
+    python -m evidence.lesson_seeds lesson   the runs that the lesson shows
+    python -m evidence.lesson_seeds visits   counts responses that never contribute
 
 `choose` trains on the pairs of world and seed that were used to choose the settings. `report`
 trains on fresh pairs, which were used to evaluate these settings. evidence/plans/lesson.md states
@@ -29,8 +29,8 @@ from lesson import tiny
 from tools import plot
 from tools.logs import append, make_writable, read, read_packed
 
-PICTURE = Path(__file__).with_name("collapse.png")
-LOG = Path(__file__).parents[1] / "evidence" / "logs" / "lesson.jsonl.gz"
+PICTURE = Path(tiny.__file__).with_name("collapse.png")
+LOG = Path(__file__).with_name("logs") / "lesson.jsonl.gz"
 LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # now the default of lesson/tiny.py, too
 CHOICE = [(1, 41), (1, 42)]  # (world, seed)
 CHOICE_NO_CLIP = [(1, 41), (0, 41), (0, 42)]
