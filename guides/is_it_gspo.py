@@ -178,6 +178,8 @@ def judged(settings):
     values = {key: "unknown" if value != value else value for key, value in values.items()}
     sources = {"level": [level[1]], "mean": [mean[1]], "updates": steps, "eps_low": [low[1]],
                "eps_high": [high[1]], "old": [old[1]]}
+    if values["mean"] == "other":
+        sources["words"] = f"{FACTS['other_means'][mean[0].lower()]} ({mean[0]})"
     return values, sources
 
 
@@ -193,6 +195,18 @@ def verdict(level, mean, updates, eps_low, eps_high):
     if eps_low > 0.05 or eps_high > 0.05:
         return "wide_range"
     return "gspo" if mean == "responses" and eps_low + eps_high > 0 else "unknown"
+
+
+def answer(values, mean):
+    """The last lines: the verdict, and each deviation from GSPO."""
+    sides = [values[side] for side in ("eps_low", "eps_high") if values[side] != "unknown"]
+    holds = {
+        "mean": values["mean"] in ("tokens", "other"),
+        "range": max(sides, default=0) > 0.05,
+        "updates": values["updates"] == "unknown",
+    }
+    more = [FACTS["deviations"][name].format(mean=mean) for name in holds if holds[name]]
+    return [FACTS["verdicts"][values["verdict"]], *more]
 
 
 def together(runs):
@@ -224,10 +238,12 @@ def main(arguments):
     if "--json" in arguments:
         print(json.dumps(values))
         return
+    mean = sources["words"] if values["mean"] == "other" else values["mean"]
     for name, question in FACTS["questions"].items():
-        print(f"{question}: {values.get(name, '')}")
+        value = mean if name == "mean" else values.get(name, "")
+        print(f"{question}: {value}")
         print(*[f"      {source}" for source in dict.fromkeys(sources.get(name, []))], sep="\n")
-    print(FACTS["verdicts"][values["verdict"]])
+    print(FACTS["not_read"], *answer(values, mean), sep="\n")
 
 
 if __name__ == "__main__":

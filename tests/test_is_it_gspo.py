@@ -371,10 +371,38 @@ def test_the_command_prints_what_is_set_what_is_a_default_and_a_verdict(tmp_path
                           capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for line in ("importance_sampling_level = sequence", "epsilon = eps, which cannot be read",
-                 "loss_type is not set; the default of TRL 1.16 is dapo",
+                 "loss_type is not set; the default of TRL 1.16 is dapo", FACTS["not_read"],
                  FACTS["verdicts"]["never_clipped"]):
         assert line in done.stdout
     assert done.stdout.count("\n") < 25
+
+
+@pytest.mark.parametrize("change, expected", [
+    ("--beta 0.04", []),
+    ("--epsilon_high 0.2", ["range"]),
+    ("--loss_type dapo", ["mean"]),
+    ("--steps_per_generation 2", []),
+    ("--steps_per_generation 2 --loss_type dr_grpo --epsilon 0.2", ["mean", "range"]),
+    ("--steps_per_generation $N", ["updates"])])
+def test_every_deviation_is_named(change, expected, capsys):
+    flags = {}
+    for flag in re.split(" (?=--)", FLAGS.replace("=", " ")) + change.split(" --"):
+        name, value = flag.removeprefix("--").split()
+        flags["--" + name] = value
+    is_it_gspo.main([word for flag in flags.items() for word in flag])
+    printed = capsys.readouterr().out
+    answer = printed.split(FACTS["not_read"])[1]
+    for name, sentence in FACTS["deviations"].items():
+        assert (sentence.split("{")[0] in answer) == (name in expected)
+    is_gspo = "mean" not in expected and "range" not in expected
+    assert answer.startswith("\nGSPO (Eq. 5)") == (is_gspo and "generation 2" not in change)
+    if "dr_grpo" in change:
+        assert "2. The mean is over: tokens, summed and divided by a constant (dr_grpo)" in printed
+
+
+def test_every_other_mean_has_words():
+    others = {name for name, mean in FACTS["means"].items() if mean == "other"}
+    assert others == set(FACTS["other_means"])
 
 
 # ---- public configurations -----------------------------------------------------------------------
@@ -434,10 +462,11 @@ def test_the_page_counts_the_public_configurations():
 
 def test_the_first_answer_of_the_page_is_that_of_the_command():
     page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
-    file, answer = re.search(r'set only `(.*)` in TRL, it is:\n\n```text\n(.*)\n```', page).groups()
+    pattern = r'(?s)set only `(.*?)` in TRL, they are:\n\n```text\n(.*?)```'
+    file, answer = re.search(pattern, page).groups()
     done = subprocess.run([sys.executable, TOP / "guides/is_it_gspo.py", "--" + file.split("=")[0],
                            file.split('"')[1]], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == answer
+    assert done.stdout.split(FACTS["not_read"])[1] == "\n" + answer
 
 
 def test_the_page_has_a_row_for_each_engine():
