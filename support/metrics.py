@@ -135,5 +135,5 @@ def notes(rows, results):
     if row["step"] >= 3 and all(row["equal_reward_groups"] == 1 for row in rows[-3:]):
         found.append("no gradient in three steps, because the rewards within each group are equal "
                      f"(mean {row['reward']:.3g}; {row['cut']:.0%} of the responses are cut). Try "
-                     "easier or harder questions, a larger --max_completion_length or --group_size")
+                     "a reward with parts, other questions, longer responses, or larger groups")
     return {"notes": found} if found else {}
