@@ -34,12 +34,12 @@ NUMBER = r"(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})++|[0-9]++)(?P<decimals>\.[0-9]
 # numbers, fractions, multipliers, operators, products such as xyz, and months.
 SHORT = ("km/h|m/s|cm|mm|km|ft|in|yd|mi|kg|mg|lb|oz|ml|cl|dl|hr|ms|kw|mb|gb|tb|sq|qt|pt|ha|m[²³]|"
          r"is|of|so|at|it|he|by|as|on|we|my|be|do|an|up|no|us|[元円个個人]|[ai](?=\s[a-z]{2})")
-BARRED = (r"or|zero|once|twice|hal(?:f|ves)|quarters?|thirds?|dozens?|lakhs?|crores?|grand|score|"
-          r"(?:one|two|three|four|fif|five|six|seven|eight?|nine?|ten|eleven|twel(?:ve|f)|hundred|"
-          r"thousand|(?:thir|for|twen)(?=t[ey])|[a-z]*ill(?:ion|iard|ón|ione))(?:teen|t?y|th)?(?:e?[sn])*|"
-          r"myriad|mil|mille|tausend|hundert|mio|mrd|tsd|plus|minus|squared|cubed|modulo|mod|factorial|"
-          r"base|binary|hexadecimal|octal|log|exp|sin|cos|tan|sqrt|infinity|[abcxyz]+|"
-          r"january|february|march|april|may|june|july|august|september|october|november|december")
+BARRED = (r"or|zero|once|twice|hal(?:f|ves)|(?:quarter|third|dozen|lakh|crore)s?|grand|score|"
+    r"(?:one|two|three|four|fif|five|six|seven|eight?|nine?|ten|eleven|twel(?:ve|f)|hundred|"
+    r"thousand|(?:thir|for|twen)(?=t[ey])|[a-z]*ill(?:ion|iard|ón|ione))(?:teen|t?y|"
+    r"th)?(?:e?[sn])*|myriad|mil|mille|tausend|hundert|mio|mrd|tsd|plus|minus|squared|cubed|"
+    r"modulo|mod|factorial|base|binary|hexadecimal|octal|log|exp|sin|cos|tan|sqrt|infinity|"
+    r"[abcxyz]+|january|february|march|april|may|june|july|august|october|(?:sept|nov|dec)ember")
 WORD = (rf"(?!(?:{BARRED})(?![^\W_]))(?:{SHORT}|[^\W\d_十百千万萬亿億兆]{{3,}}+)"
         r"(?:['’]\w?)?[²³]?(?![\w^])")
 PLACE = re.compile(rf"""
