@@ -1,6 +1,6 @@
 """Five tasks that test the recipe of guides/own_task.md on questions and rewards of one's own.
 
-    python -m evidence.own_tasks NAME --model FOLDER      trains on one task; 15 minutes, two cores
+    python -m evidence.own_tasks NAME --model FOLDER      trains on one task, on a CPU
     python -m evidence.own_tasks NAME --rows              prints three rows of its data
 
 Whoever wrote the tasks did not know the settings of the recipe (plans/own_tasks.md). Each task has
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import train_math
-from tools.logs import append, paired, read, write
+from tools.logs import append, markdown, paired, read, write
 
 RECIPE = ["--instruction", "", "--temperature", "0.7", "--prompts_per_step", "8", "--group_size",
           "6", "--minibatches", "4", "--max_steps", "20", "--save_steps", "20", "--learning_rate",
@@ -244,8 +244,8 @@ TASKS = {  # the rows, the reward of one text, and --max_completion_length
 def table(logs):
     """The packed log of the runs as a table."""
     titles = ["task", "seed", "before", "after", "difference (95% CI, paired)", "best constant",
-              "fully correct", "learned", "minutes"]
-    lines = [titles, ["---"] * len(titles)]
+              "fully correct", "criterion met", "minutes"]
+    lines = []
     for name in TASKS:
         for seed in range(3):
             run = f"{name}_{seed}"
@@ -264,7 +264,7 @@ def table(logs):
                 f"{difference:+.3f} ({low:+.3f} to {high:+.3f})",
                 f"{constant:.3f}", "{} to {} of {}".format(*full, len(after)),
                 "yes" if low > 0 and mean > constant else "no", f"{summary['seconds'] / 60:.0f}"])
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+    return markdown(titles, lines)
 
 
 def main(argv=None):
