@@ -2,6 +2,7 @@
 
     python -m evidence.own_tasks NAME --model FOLDER      trains on one task, on a CPU
     python -m evidence.own_tasks NAME --rows              prints three rows of its data
+    python -m evidence.own_tasks NAME --solutions 30      trains on 30 answers first, supervised
 
 Whoever wrote the tasks did not know the settings of the recipe (plans/own_tasks.md). Each task has
 a function that makes its rows, and a reward between 0 and 1. `files` is a selection from a list,
@@ -22,6 +23,7 @@ import torch
 
 import train_math
 from tools.logs import append, markdown, paired, read, write
+from tools.warm_up import given_rollout
 
 RECIPE = ["--instruction", "", "--temperature", "0.7", "--prompts_per_step", "8", "--group_size",
           "6", "--minibatches", "4", "--max_steps", "20", "--save_steps", "20", "--learning_rate",
@@ -241,6 +243,23 @@ TASKS = {  # the rows, the reward of one text, and --max_completion_length
 }
 
 
+def fine_tune(model, tokenizer, rows, seed):
+    """Supervised fine-tuning on the answers of these rows, as in guides/recipes.md."""
+    cfg = train_math.Settings(instruction="")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    for epoch in range(3):
+        for row in random.Random(f"{seed} {epoch}").sample(rows, len(rows)):
+            prompts = train_math.encode_prompts(tokenizer, [row], cfg)
+            answer = tokenizer(row["answer"], add_special_tokens=False).input_ids
+            answer.append(tokenizer.eos_token_id)
+            batch = train_math.MicroBatch(
+                given_rollout(prompts, [answer]), torch.ones(1), [0], model.device)
+            loss = -train_math.response_log_probs(model, batch, 1.0).sum() / len(answer)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def table(logs):
     """The packed log of the runs as a table."""
     titles = ["task", "seed", "before", "after", "difference (95% CI, paired)", "best constant",
@@ -273,6 +292,8 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0, help="of the training; the rows are fixed")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--folder", type=Path, default=Path("runs/own_tasks"))
+    parser.add_argument("--solutions", type=int, default=0, metavar="N",
+                        help="before RL, fine-tune on the answers of N rows")
     parser.add_argument("--rows", action="store_true", help="print three rows, and train nothing")
     args = parser.parse_args(argv)
     make_rows, reward_of, length = TASKS[args.task]
@@ -292,11 +313,19 @@ def main(argv=None):
     data.mkdir(parents=True, exist_ok=True)
     write(data / "train.jsonl", rows[:TRAINED])
     write(data / "test.jsonl", rows[TRAINED:])
-    run = args.folder / f"{args.task}_{args.seed}"
+    name = f"{args.task}_{args.solutions}_solutions" if args.solutions else args.task
+    run = args.folder / f"{name}_{args.seed}"
+
+    def load(name, device):
+        model, tokenizer = train_math.load(name, device)
+        if not (run / "state.pt").exists():  # otherwise its weights replace these
+            fine_tune(model, tokenizer, rows[:args.solutions], args.seed)
+        return model, tokenizer
+
     start = time.perf_counter()
     train_math.main([*RECIPE, "--model", args.model, "--dataset", str(data), "--output_dir",
                      str(run), "--seed", str(args.seed), "--max_completion_length", str(length)],
-                    reward=reward)
+                    reward=reward, load=load)
     seconds = time.perf_counter() - start
 
     # The best constant answer: the text that would earn most if it answered all held-out questions.
