@@ -290,7 +290,7 @@ CODES = {  # texts in the blocks of each recipe. LoRA replaces two functions of 
     "tis": ["gspo_tis"], "masked": ["gspo_tis"], "entropy": ["gspo_entropy"],
     "both": ["leave_one_out", "is_equal"],
     "off_policy": ['user_state["weights"]'], "tools": ["is_sampled"],
-    "curriculum": ["pass_rates"], "dynamic": ["is_equal"]}
+    "dynamic": ["is_equal"]}
 PARTS = *train_math.Parts.__annotations__, "user_state"
 
 
@@ -492,20 +492,6 @@ def test_merged_adapters_give_the_same_log_probs_in_float32_but_not_in_bf16(fres
         table, *others = (each(ids).logits.log_softmax(-1) for each in (model, merged, rounded))
     gap, gap_in_bf16 = ((other - table).abs().mean() for other in others)
     assert gap < 1e-6 and gap_in_bf16 > 100 * gap
-
-
-def test_the_curriculum_draws_by_the_pass_rates(recipe, tmp_path):
-    """The draws of each step are repeated from the rewards of the steps before it."""
-    *_, rollouts = recipe("curriculum")[-1]
-    rates = torch.full([26], 0.5)  # 30 questions, of which 4 are held out
-    for step, (_, rollout) in enumerate(rollouts, 1):
-        torch.manual_seed(step)
-        drawn = torch.multinomial(rates * (1 - rates) + 0.01, 4).tolist()
-        assert [row["index"] for row in rollout.questions] == [i for i in drawn for _ in range(4)]
-        for row, passed in zip(rollout.questions, rewards_of(rollout)):
-            rates[row["index"]] += 0.1 * (passed - rates[row["index"]])
-    state = torch.load(tmp_path / "run" / "state.pt")
-    assert torch.equal(state["user_state"]["pass_rates"], rates)
 
 
 @pytest.mark.slow
