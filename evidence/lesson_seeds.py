@@ -1,38 +1,32 @@
 """GSPO, GRPO, no clip and one update per rollout on the small world, on several worlds and seeds.
 
-    python -m evidence.lesson_seeds choose   worlds 0 and 1: 15 minutes or more
     python -m evidence.lesson_seeds report   four fresh worlds: an hour or more
     python -m evidence.lesson_seeds lesson   the runs that the lesson shows
-    python -m evidence.lesson_seeds visits   counts responses that never contribute
 
-`choose` trains on the pairs of world and seed that were used to choose the settings. `report`
-trains on fresh pairs, which were used to evaluate these settings. evidence/plans/lesson.md states
-the settings, the criterion and the pairs, and was committed before the fresh runs. A run that is in
-evidence/logs/lesson.jsonl.gz is not repeated. If a command is interrupted, run it again to
-continue. `table` trains nothing. It only prints the tables and draws lesson/collapse.png.
+`report` trains on fresh pairs of world and seed. evidence/plans/lesson.md states the settings, the
+criterion and the pairs, and was committed before these runs. The runs that chose the clip ranges
+are in the log, too. A run that is in evidence/logs/lesson.jsonl.gz is not repeated. If a command is
+interrupted, run it again to continue. `python -m evidence.tables` makes the tables.
 """
 import argparse
 import json
 import shutil
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 from matplotlib.figure import Figure
 
 import train_math
-from gspo import gspo_loss, sequence_ratio
 from lesson import tiny
 from tools import plot
-from tools.logs import append, make_writable, read, read_packed
+from tools.logs import append, make_writable, markdown, read, read_packed
 
 PICTURE = Path(tiny.__file__).with_name("collapse.png")
 LOG = Path(__file__).with_name("logs") / "lesson.jsonl.gz"
 LEARNING_RATE = ["--learning_rate", "4.5e-4"]  # now the default of lesson/tiny.py, too
-CHOICE = [(1, 41), (1, 42)]  # (world, seed)
+CHOICE = [(1, 41), (1, 42)]  # (world, seed) of the runs that chose the ranges
 CHOICE_NO_CLIP = [(1, 41), (0, 41), (0, 42)]
 FRESH = [(world, seed) for seed in (51, 52, 53) for world in (11, 12, 13, 14)]
 RANGES = {"GSPO": (0.01, 0.03), "GRPO": (0.2, 0.4)}  # the lower clip ranges to choose from
@@ -86,21 +80,6 @@ def run(part, variant, flags, world, seed):
           f"sampled {rows[-1]['sampled']:.2f}, CPU {cpu_seconds:.0f} s", flush=True)
 
 
-def candidates():
-    """{name: flags} of the variants from which the runs on the CHOICE pairs select."""
-    return {f"{algorithm} {low}": clipped(algorithm, low)
-            for algorithm, lows in RANGES.items() for low in lows}
-
-
-def choose():
-    """The runs on worlds 0 and 1, from which the ranges were chosen."""
-    for world, seed in CHOICE_NO_CLIP:
-        run("choose", "no clip", VARIANTS["no clip"], world, seed)
-    for world, seed in CHOICE:
-        for name, flags in candidates().items():
-            run("choose", name, flags, world, seed)
-
-
 def chosen_range(algorithm):
     """The lower range with the highest mean sampled accuracy over the CHOICE pairs."""
     runs = runs_of("choose")
@@ -133,56 +112,6 @@ def lesson():
             run("lesson", name, flags, 0, seed)
 
 
-# ---- responses that never contribute -------------------------------------------------------------
-
-
-class Visits:
-    """A loss that also records, for each response of a step, at which visits it was clipped."""
-
-    def __init__(self):
-        self.clipped = {}  # id of a micro-batch's old log-probs: (these, a list of masks (b,))
-        self.rows = []
-
-    def loss(self, log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
-        s = sequence_ratio(log_probs.detach(), old_log_probs, mask)
-        has_gradient = advantages != 0
-        above = (advantages > 0) & (s > 1 + eps_high)
-        below = (advantages < 0) & (s < 1 - eps_low)
-        # The tensor is kept, so that its id is not used again within the step.
-        _, masks = self.clipped.setdefault(id(old_log_probs), (old_log_probs, []))
-        masks.append((above | below)[has_gradient])
-        return gspo_loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator)
-
-    def on_step(self, row):
-        if row["step"] == 0:  # the model before training
-            return
-        visits = torch.cat([torch.stack(masks) for _, masks in self.clipped.values()], dim=1)
-        self.rows.append({
-            "step": row["step"], "visits": len(visits), "responses": visits.size(1),
-            "clipped_at_first_visit": int(visits[0].sum()),
-            "clipped_at_all_visits": int(visits.all(dim=0).sum())})
-        self.clipped = {}
-
-
-def count_visits(epochs):
-    """How many responses of GSPO's run on world 0 with seed 0 are clipped at each visit. A visit is
-    an update on the minibatch of the response. Responses with advantage 0 are not counted, because
-    they have no gradient anyway."""
-    folder = tiny.world(0)
-    cfg = train_math.parse_settings([
-        *tiny.FLAGS, *clipped("GSPO", chosen_range("GSPO")), "--epochs", str(epochs),
-        "--instruction", "", "--dataset", str(folder / "questions")])
-    cfg = replace(cfg, output_dir=None)
-    questions, _ = train_math.load_questions(cfg)
-    model, tokenizer = train_math.load(folder / "model", "cpu")
-    visits = Visits()
-    counted = train_math.ALGORITHMS["gspo"]._replace(loss=visits.loss)
-    with mock.patch.dict(train_math.ALGORITHMS, gspo=counted):
-        train_math.train(cfg, model, tokenizer, questions, on_step=visits.on_step)
-    print(f"{epochs} epochs, all steps: " + ", ".join(
-        f"{key} {sum(row[key] for row in visits.rows)}" for key in list(visits.rows[0])[2:]))
-
-
 # ---- table and picture ---------------------------------------------------------------------------
 
 
@@ -203,50 +132,50 @@ def is_below_start(rows):
 def choice_table():
     """The table of the runs from which the ranges were chosen."""
     runs = runs_of("choose")
-    pairs = " | ".join(f"world {world}, seed {seed}" for world, seed in CHOICE)
-    lines = [f"| variant | {pairs} | mean |", "|---" * (len(CHOICE) + 2) + "|"]
-    for name in candidates():
-        logs = [runs[name, *pair] for pair in CHOICE]
-        means = (percent(statistics.fmean(rows[-1][key] for rows in logs))
-                 for key in ("eval_reward", "sampled"))
-        lines.append(f"| {name} | {' | '.join(map(accuracies, logs))} | {' / '.join(means)} |")
-    without = [f"world {world}, seed {seed}: "
-               + accuracies(runs["no clip", world, seed])
+    lines = []
+    for algorithm, lows in RANGES.items():
+        for low in lows:
+            name = f"{algorithm} {low}"
+            logs = [runs[name, *pair] for pair in CHOICE]
+            means = (percent(statistics.fmean(rows[-1][key] for rows in logs))
+                     for key in ("eval_reward", "sampled"))
+            lines.append([name, *map(accuracies, logs), " / ".join(means)])
+    pairs = [f"world {world}, seed {seed}" for world, seed in CHOICE]
+    without = [f"world {world}, seed {seed}: {accuracies(runs['no clip', world, seed])}"
                for world, seed in CHOICE_NO_CLIP]
-    return "\n".join(lines) + f"\n\nWithout a clip: {'; '.join(without)}\n"
+    table = markdown(["variant", *pairs, "mean"], lines)
+    return f"{table}\nWithout a clip: {'; '.join(without)}\n"
 
 
 def report_table(runs):
     """The table of the fresh pairs, and a summary with a line for each variant.
 
     runs: {variant: {pair: rows}}, with the same pairs for all variants."""
-    lines = [f"| world, seed | before training | {' | '.join(runs)} |",
-             "|---" * (len(runs) + 2) + "|"]
+    lines = []
     for pair, rows in runs["GSPO"].items():
         start = rows[0]["start"]
-        cells = [f"{percent(start['0.0'])} / {percent(start['1.0'])}"]
-        cells += [accuracies(by_pair[pair]) for by_pair in runs.values()]
-        lines.append(f"| {pair[0]}, {pair[1]} | {' | '.join(cells)} |")
-    lines += ["", "| variant | mean greedy / sampled | runs of at least 90% | sampled, below the "
-              "start | greedy, below 35% | optimizer steps | CPU seconds of the run, in units of "
-              "one update's (median; least to most) |", "|---" * 7 + "|"]
+        own = [accuracies(by_pair[pair]) for by_pair in runs.values()]
+        lines.append(["{}, {}".format(*pair),
+                      f"{percent(start['0.0'])} / {percent(start['1.0'])}", *own])
+    summary = []
     for name, by_pair in runs.items():
         last = [rows[-1] for rows in by_pair.values()]
         greedy = [row["eval_reward"] for row in last]
+        sampled = [row["sampled"] for row in last]
         settings = next(iter(by_pair.values()))[0]["settings"]
-        steps = settings["minibatches"] * settings["epochs"] * settings["max_steps"]
         ratios = [rows[-1]["cpu_seconds"] / runs["one update"][pair][-1]["cpu_seconds"]
                   for pair, rows in by_pair.items()]
-        cells = [
-            f"{percent(statistics.fmean(greedy))} / "
-            f"{percent(statistics.fmean(row['sampled'] for row in last))}",
+        summary.append([
+            name, f"{percent(statistics.fmean(greedy))} / {percent(statistics.fmean(sampled))}",
             f"{sum(x >= SUCCESS for x in greedy)} of {len(greedy)}",
             f"{sum(map(is_below_start, by_pair.values()))} of {len(greedy)}",
             f"{sum(x < LOW for x in greedy)} of {len(greedy)}",
-            str(steps),
-            f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            settings["minibatches"] * settings["epochs"] * settings["max_steps"],
+            f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"])
+    return markdown(["world, seed", "before training", *runs], lines) + "\n" + markdown(
+        ["variant", "mean greedy / sampled", "runs of at least 90%", "sampled, below the start",
+         "greedy, below 35%", "optimizer steps", "CPU seconds of the run, in units of one update's "
+         "(median; least to most)"], summary)
 
 
 def draw_collapse(runs, path):
@@ -294,23 +223,14 @@ def tabulate():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["choose", "report", "lesson", "visits", "table"],
-                        help="which runs to make; table makes none")
+    parser.add_argument("part", choices=["report", "lesson"], help="which runs to make")
     part = parser.parse_args().part
-    make_writable(PICTURE if part == "table" else LOG)
+    make_writable(LOG)
     torch.set_num_threads(1)
-    if part == "choose":
-        choose()
     if part == "report":
         report()
-    if part == "lesson":
+    else:
         lesson()
-    if part == "visits":
-        for epochs in 4, 1:
-            count_visits(epochs)
-    if part == "table":
-        print(tabulate())
-        draw_collapse(fresh_runs(), PICTURE)
 
 
 if __name__ == "__main__":

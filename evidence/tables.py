@@ -1,7 +1,7 @@
 """Makes all published tables again from the committed logs, in half a minute.
 
     python -m evidence.tables               writes tables.md; `git diff` shows whether it changed
-    python -m evidence.tables --pictures    also draws opening.png and rounding.png again
+    python -m evidence.tables --pictures    also draws their pictures and lesson/collapse.png again
 
 Nothing is trained or measured. The logs are in logs/, one packed file per experiment
 (tools/logs.py). The scripts that made some of them were deleted after their runs. README.md says
@@ -953,9 +953,10 @@ def draw_opening(rows, path):
 
 
 def draw_pictures():
-    """Draws the pictures of README.md from the committed logs."""
+    """Draws the pictures of README.md and of the lesson from the committed logs."""
     draw_opening(read_runs(COMPARISONS), HERE / "opening.png")
     rounding.draw(logs("precision")["rounding"], HERE / "rounding.png")
+    lesson_seeds.draw_collapse(lesson_seeds.fresh_runs(), lesson_seeds.PICTURE)
 
 
 def main(argv=None):

@@ -1,6 +1,5 @@
 """evidence/: the tables follow from the logs, the losses have the gradients of
 their formulas, and no run is made twice."""
-import copy
 import json
 import math
 import random
@@ -24,7 +23,6 @@ from evidence import (
     sums,
     tables,
     tasks,
-    vllm_sampler,
 )
 from gspo import clip_fraction, sequence_ratio
 from lesson import tiny
@@ -47,7 +45,6 @@ def test_each_picture_can_be_drawn_from_the_logs(monkeypatch):
                         lambda figure, path, **settings: drawn.add(path))
     monkeypatch.setattr(lesson_seeds.plot, "shrink", lambda path: None)
     tables.draw_pictures()
-    lesson_seeds.draw_collapse(lesson_seeds.fresh_runs(), lesson_seeds.PICTURE)
     assert {*tables.HERE.glob("*.png"), lesson_seeds.PICTURE} == drawn
 
 
@@ -468,19 +465,6 @@ def test_the_lesson_shows_numbers_of_the_logged_runs():
         assert sentence in page
 
 
-def test_visits_count_the_responses_that_never_contribute():
-    visits = lesson_seeds.Visits()
-    mask = torch.ones(4, 2)
-    old = torch.zeros(4, 2)
-    advantages = torch.tensor([1.0, 1.0, -1.0, 0.0])
-    for moved in [0.1, -0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.1]:
-        log_probs = torch.tensor(moved)[:, None].expand(4, 2)
-        visits.loss(log_probs, old, advantages, mask, 0.01, 0.01, denominator=4)
-    visits.on_step({"step": 1})
-    assert visits.rows == [{"step": 1, "visits": 2, "responses": 3,
-                            "clipped_at_first_visit": 1, "clipped_at_all_visits": 1}]
-
-
 def test_advantages_per_turn_leave_out_responses_without_any(tiny):
     """As in a conversation: train_math.build_minibatches and equal_reward_groups also accept
     advantages (B, n)."""
@@ -497,7 +481,7 @@ def test_advantages_per_turn_leave_out_responses_without_any(tiny):
     assert row["equal_reward_groups"] == 0.5
 
 
-# ---- stale rollouts, and vLLM --------------------------------------------------------------------
+# ---- stale rollouts ------------------------------------------------------------------------------
 
 
 def test_a_stale_policy_samples_and_gives_the_old_log_probs(monkeypatch):
@@ -512,12 +496,3 @@ def test_a_stale_policy_samples_and_gives_the_old_log_probs(monkeypatch):
     assert moved[1][0] == moved[2][0] == 0
     assert moved[1][1] == moved[2][1] > 1e-3
     assert moved[2][2] != moved[1][2] > 1e-3
-
-
-def test_wider_heads_give_the_same_policy():
-    model, _ = train_math.load(str(tiny.world(0) / "model"), "cpu")
-    wide = vllm_sampler.with_wider_heads(copy.deepcopy(model))
-    ids = torch.randint(3, 50, (2, 90))
-    with torch.no_grad():
-        assert (wide(ids).logits - model(ids).logits).abs().max() < 1e-3
-    assert wide.config.head_dim == 32
