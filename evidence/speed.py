@@ -18,8 +18,9 @@ minibatch, which are faster on this CPU.
 Times are CPU seconds of the process. Memory is the peak during a step, minus what the process held
 when the step began. It therefore does not include the weights and AdamW's state, which are the same
 for all. The numbers of each round are written to rounds.jsonl in --output_dir. Those of the page
-are in logs/speed.jsonl.gz. Their script, in commit d775aef, alternated the programs after each step
-and first compared their losses and gradients, which tests/test_engines.py does, too.
+are in logs/speed.jsonl.gz. They also have the times of the three phases of a step. Their script, in
+commit d775aef, alternated the programs after each step and first compared their losses and
+gradients, which tests/test_engines.py does, too.
 """
 import argparse
 import ctypes
@@ -56,7 +57,7 @@ GROUP, MINIBATCHES, END = 8, 4, 1
 WORKLOADS = {  # tuned: the number of micro-batches per minibatch of the tuned TRL
     "fixed": SimpleNamespace(prompt=(32, 32), length=64, end=0, tuned=4),
     "natural": SimpleNamespace(prompt=(16, 48), length=128, end=1 / 32, tuned=8)}
-PHASES = "rollout", "old log-probs", "update"
+TIMES = "seconds", "rollout", "old log-probs", "update"  # of the published rounds
 
 
 def make_tokenizer(vocabulary):
@@ -102,39 +103,22 @@ def reward_of(workload):
 
 
 class Meter:
-    """Measures the steps of one program: CPU seconds in total and by phase, and the memory."""
+    """Measures the steps of one program: CPU seconds, so that other jobs on the machine do not
+    count, and the memory."""
+
+    def __init__(self):
+        self.steps = []
 
     def begin(self):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # returns the memory that an earlier step has freed
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
-        self.phases = dict.fromkeys(PHASES[:2], 0.0)
         self.held = memory("VmRSS")
-        self.began = seconds()
+        self.began = time.process_time()
 
     def end(self):
-        took = seconds() - self.began
-        return {"seconds": took, **self.phases, "update": took - sum(self.phases.values()),
-                "peak_mb": memory("VmHWM") - self.held}
-
-    def clocked(self, function, phase, if_no_grad=False):
-        """The same function, whose calls count for this phase, and not for a phase around it."""
-        def measured(*args, **kwargs):
-            if if_no_grad and torch.is_grad_enabled():
-                return function(*args, **kwargs)
-            before = sum(self.phases.values())
-            began = seconds()
-            result = function(*args, **kwargs)
-            inside = sum(self.phases.values()) - before
-            self.phases[phase] += seconds() - began - inside
-            return result
-
-        return measured
-
-
-def seconds():
-    """CPU seconds of this process, so that other jobs on the machine do not count."""
-    return time.process_time()
+        seconds = time.process_time() - self.began
+        self.steps.append({"seconds": seconds, "peak_mb": memory("VmHWM") - self.held})
 
 
 def memory(key):
@@ -152,25 +136,21 @@ def our_steps(model, job):
         prompts_per_step=job.prompts, minibatches=MINIBATCHES,
         micro_batch_tokens=job.rows * (job.prompt[1] + job.length), learning_rate=1e-6,
         max_completion_length=job.length, max_steps=job.rounds)
-    parts = train_math.Parts(
-        reward=reward_of(job), sample=meter.clocked(train_math.sample, "rollout"),
-        response_log_probs=meter.clocked(train_math.response_log_probs, "old log-probs", True))
+    parts = train_math.Parts(reward=reward_of(job))
     optimizer = parts.make_optimizer(model)
-    steps = []
     for i in range(job.rounds):
         questions = [{"question": q} for q in job.questions[i * job.prompts:][:job.prompts]]
         meter.begin()
         train_math.train_step(model, job.tokenizer, optimizer, questions, i + 1, cfg, parts)
-        steps.append(meter.end())
-    return steps
+        meter.end()
+    return meter.steps
 
 
-class Steps(TrainerCallback):
+class Measured(TrainerCallback):
     """Measures the same steps of a GRPOTrainer, which are MINIBATCHES optimizer steps each."""
 
     def __init__(self, meter):
         self.meter = meter
-        self.found = []
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step % MINIBATCHES == 0:
@@ -178,13 +158,12 @@ class Steps(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % MINIBATCHES == 0:
-            self.found.append(self.meter.end())
+            self.meter.end()
 
 
 def their_steps(model, job, parts=1, **options):
     """What as many steps of TRL took. parts: micro-batches per minibatch."""
     meter = Meter()
-    steps = Steps(meter)
     config = GRPOConfig(
         importance_sampling_level="sequence", loss_type="grpo", scale_rewards="group",
         epsilon=3e-4, epsilon_high=4e-4, beta=0.0, num_iterations=1, temperature=1.0, top_p=1.0,
@@ -197,13 +176,9 @@ def their_steps(model, job, parts=1, **options):
         output_dir=tempfile.mkdtemp(), **options)
     trainer = GRPOTrainer(
         model, reward_of(job), config, Dataset.from_list([{"prompt": q} for q in job.questions]),
-        processing_class=job.tokenizer, callbacks=[steps])
-    for name, phase in (("_generate_and_score_completions", "rollout"),
-                        ("_get_per_token_logps_and_entropies", "old log-probs")):
-        is_inner = phase == "old log-probs"
-        setattr(trainer, name, meter.clocked(getattr(trainer, name), phase, is_inner))
+        processing_class=job.tokenizer, callbacks=[Measured(meter)])
     trainer.train()
-    return steps.found
+    return meter.steps
 
 
 def race(vocabulary, hidden, name, rounds, log):
@@ -228,13 +203,14 @@ def race(vocabulary, hidden, name, rounds, log):
 def table(rounds):
     """Times of TRL divided by ours, the median of the rounds and their range, without the first
     round of each job. Memory: the median of the rounds."""
+    times = [key for key in TIMES if key in rounds[0]["ours"]]
     lines = []
     for job in dict.fromkeys((row["vocabulary"], row["hidden"], row["workload"]) for row in rounds):
         played = [row for row in rounds if row["round"]
                   and (row["vocabulary"], row["hidden"], row["workload"]) == job]
         for rival in "TRL", "TRL tuned":
             cells = [f"{job[0]:,}", *job[1:], rival]
-            for key in "seconds", *PHASES:
+            for key in times:
                 ratios = [row[rival][key] / row["ours"][key] for row in played]
                 cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to "
                              f"{max(ratios):.2f})")
@@ -242,8 +218,8 @@ def table(rounds):
                      for side in ("ours", rival)]
             lines.append([*cells, "{} : {} MB".format(*peaks)])
     return "Times, TRL / ours: the median of the rounds (their range)\n\n" + markdown(
-        ["vocabulary", "hidden size", "workload", "against", "step", "rollout", "old log-probs",
-         "update", "peak memory, ours : TRL"], lines)
+        ["vocabulary", "hidden size", "workload", "against", "step", *times[1:],
+         "peak memory, ours : TRL"], lines)
 
 
 def main():
