@@ -1,4 +1,4 @@
-"""The tools of tools/: logs, intervals, evaluate, plot and warm_up."""
+"""The tools of tools/: logs, intervals, evaluate and plot."""
 
 import functools
 import inspect
@@ -14,10 +14,9 @@ import train_math
 from evidence import compare, lesson_seeds, rounding
 from evidence import sums as evidence_sums
 from homework import find_the_bug
-from tests.conftest import SMALL, one_line, parity_reward, rollout_of, sums, write_jsonl
-from tools import answers, evaluate, logs, plot, warm_up
+from tests.conftest import one_line, parity_reward, rollout_of, sums, write_jsonl
+from tools import answers, evaluate, logs, plot
 from tools.logs import mean_difference, mean_text, paired, read
-from tools.warm_up import tiny_model, tiny_tokenizer
 
 # ---- logs.py -------------------------------------------------------------------------------------
 
@@ -391,7 +390,7 @@ class TestSamples:
 
 
 @pytest.mark.parametrize("command", [
-    "plot", "warm_up", "pack", "unpack", "seeds", "find_the_bug", "bug_log", "compare",
+    "plot", "pack", "unpack", "seeds", "find_the_bug", "bug_log", "compare",
     "rounding", "sums"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
         command, tmp_path, monkeypatch, flags):
@@ -404,7 +403,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr(lesson_seeds, "LOG", blocked)
     argv = {
         "plot": (plot, [tmp_path, "--output", blocked]),
-        "warm_up": (warm_up, ["--steps", "1", "--output_dir", blocked]),
         "pack": (logs, ["pack", tmp_path, blocked]),
         "unpack": (logs, ["unpack", log, blocked]),
         "seeds": (lesson_seeds, ["report"]),
@@ -499,69 +497,3 @@ def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
     assert lines["c"] == lines["GSPO"] == plot.STYLES["gspo"]
     assert lines["d"] == lines["one_update"] == plot.STYLES["one update"]
     assert lines["e"] not in plot.STYLES.values()
-
-
-# ---- warm_up.py ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("answer, text", [
-    (42, "#### 42"),
-    ("1,234", "#### 1,234"),
-    ("6*7=<<6*7=42>>42\n#### 42", "6*7=42\n#### 42"),
-    (r"so \boxed{42}", r"so \boxed{42}"),
-])
-def test_trains_on_what_is_rewarded(answer, text):
-    assert warm_up.solution(answer) == text
-    assert train_math.correctness_reward(["?"], [text], [answer]) == [1.0]
-
-
-def test_runs_before_train_math_on_a_local_model_and_dataset(tmp_path, monkeypatch, capsys):
-    """The pad token is the end token. The end token must be learned nevertheless. What train_math
-    can hold out is not trained on."""
-    monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token
-    for part in tiny_model(tokenizer, seed=0), tokenizer:
-        part.save_pretrained("model")
-    rows = [row | {"answer": f"1+1=<<1+1=2>>2\n{row['answer']}"} for row in sums(30)]
-    rows[::2] = [row | {"answer": row["answer"].split()[-1]} for row in rows[::2]]
-    data = ["--dataset", write_jsonl(tmp_path / "q.jsonl", rows), "--device", "cpu"]
-    flags = [
-        "--model", "model", "--steps", "30", "--learning_rate", "1e-2", "--output_dir", "out/cold"]
-    seen = []
-    log_probs = train_math.response_log_probs
-
-    def spy(model, batch, temperature):
-        got = log_probs(model, batch, temperature)
-        seen.append((tokenizer.batch_decode(batch.ids), got.sum().item() / batch.mask.sum().item()))
-        return got
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_math, "response_log_probs", spy)
-        warm_up.main([*flags, *data])
-    assert "--model out/cold" in capsys.readouterr().out and not list(Path().rglob("*.partial"))
-    assert len(seen) == 30 * 4, "two of eight rows go through the model at once"
-    assert seen[-1][1] > seen[0][1] + 1, "the loss must fall"
-    for text in seen[0][0]:
-        assert "<<" not in text and text.count("####") == 1
-        assert "<end>" in text, "the end token is learned, too"
-    trained = {text.partition("\n")[0] for texts, _ in seen for text in texts}
-    questions, _ = train_math.load_questions(train_math.Settings(dataset=data[1]))
-    assert trained == {row["question"] for row in questions}
-    with pytest.raises(SystemExit):
-        warm_up.main([*flags, *data])
-    assert "exists already" in capsys.readouterr().err
-    small = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
-    flags = ["--model", "out/cold", *small, *data, "--max_steps", "1", "--output_dir", "rl"]
-    train_math.main(flags)
-    assert len(read(Path("rl", "metrics.jsonl"))) == 2
-
-
-@pytest.mark.parametrize(
-    "wrong", ["--dataset nowhere.jsonl", "--dataset q.jsonl --model ./no/where"])
-def test_refuses_a_missing_model_or_dataset_in_one_line(tmp_path, monkeypatch, wrong):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "q.jsonl", sums(5))
-    line = one_line(warm_up.main, "--steps", "1", "--output_dir", "out", *wrong.split())
-    assert wrong.split()[-1] in line
-    assert not Path("out").exists()
