@@ -204,8 +204,7 @@ def main(argv=None):
     picture = output / "metrics.png"
     draw({cfg.algorithm: read(output / "metrics.jsonl")}, picture,
          title=f"{cfg.algorithm.upper()}, world {args.world}: held-out accuracy {result}")
-    if picture.exists():
-        print(f"a picture of the run: {picture}")
+    print(f"a picture of the run: {picture}")
     print("next, the same run without the clip: "
           "python -m lesson.tiny --eps_low 1 --eps_high 1e9 --output_dir runs/no_clip")
 

@@ -11,26 +11,23 @@ from tools.logs import markdown, mean_text, paired, read
 from train_math import extract_answer
 
 
-def load_answers(path, last_number=False):
+def load_answers(path):
     """The rows of a file, with the answer of each response ("extracted") for the majority.
 
-    last_number: the last number of a response counts as its answer. SystemExit: there is no row, or
-    a row has no question or no reward."""
+    SystemExit: there is no row, or a row has no question or no reward."""
     rows = read(path)
     if not rows:
         sys.exit(f"evaluate.py: {path} {'has no answers' if path.exists() else 'does not exist'}")
-    name = "last_number" if last_number else "reward"
     for i, row in enumerate(rows, 1):
         is_row = isinstance(row, dict) and isinstance(row.get("question"), (str, int))
-        value = row.get(name) if is_row else None
+        value = row.get("reward") if is_row else None
         if not isinstance(value, (int, float)) or not math.isfinite(value):
-            sys.exit(f"evaluate.py: row {i} of {path} needs a question, and a number as {name}. It "
+            sys.exit(f"evaluate.py: row {i} of {path} needs a question, and a number as reward. It "
                      f"is {row!r:.100}")
-        row["reward"] = value
-        if last_number or "extracted" not in row:
+        if "extracted" not in row:
             text = row.get("response") or ""
-            is_number = last_number or "last_number" in row  # the default reward has read it
-            row["extracted"] = extract_answer(text, not last_number) if is_number else text
+            is_number = "last_number" in row  # the default reward has read it
+            row["extracted"] = extract_answer(text) if is_number else text
     return rows
 
 
@@ -65,11 +62,8 @@ def check_same_questions(before, after, temperature):
     groups, others = by_question(before, temperature), by_question(after, temperature)
     common = groups.keys() & others.keys()
     if len(common) < max(len(groups), len(others)):
-        is_old = len({type(question) for question, _ in [*groups, *others]}) > 1
-        hint = "; one file is of an older version, which has numbers in place of texts" * is_old
         raise ValueError(f"temperature {temperature}: the models answered different questions, "
-                         f"{len(groups)} and {len(others)}, of which {len(common)} are the "
-                         f"same{hint}")
+                         f"{len(groups)} and {len(others)}, of which {len(common)} are the same")
     for key in common:
         golds = {str(side[key][0].get("gold")) for side in (groups, others)} - {"None"}
         if len(golds) > 1:

@@ -29,9 +29,8 @@ Each row and the table say which precision was used (earlier rows do not). On CP
 The other commands only print the tables. Each file is compared with the first one, question by
 question, so all files must have answers to the same questions, in any order. The intervals cover
 the choice of the questions and not another training seed. Rewards that are not only 0 and 1 have a
-mean without a percent sign, and no pass@k. With --last_number, the last number of a response counts
-as its answer, whatever its format. For a reward of your own, call main(reward=my_reward) of this
-module.
+mean without a percent sign, and no pass@k. For a reward of your own, call main(reward=my_reward) of
+this module.
 """
 import argparse
 import math
@@ -176,8 +175,6 @@ def parse(argv):
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0],
                         help="sampling temperatures; 0 is greedy decoding")
     parser.add_argument("--samples", type=int, default=1, help="responses to each question")
-    parser.add_argument("--last_number", action="store_true",
-                        help="count the last number of a response as its answer")
     args, flags = parser.parse_known_args(argv)
     if len({path.resolve() for path in args.files}) < len(args.files):
         parser.error("the same file is given twice")
@@ -201,7 +198,7 @@ def main(argv=None, **replaced):
     names = [path.stem for path in args.files]
     if len(set(names)) < len(names):
         names = [str(path) for path in args.files]
-    models = {name: load_answers(path, args.last_number) for name, path in zip(names, args.files)}
+    models = dict(zip(names, map(load_answers, args.files)))
     try:
         print(table(models, names[0], "the first"))
         for temperature in temperatures_of(*models.values()):

@@ -7,8 +7,12 @@ An algorithm has the same colour and line style in every picture of this project
 import argparse
 import itertools
 import os
-import sys
 from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
+from PIL import Image
 
 from tools.logs import make_writable, read
 
@@ -34,15 +38,8 @@ NO_CLIPPING = 1e3  # an eps_high of this size or more clips nothing
 
 def kind_of(label, rows):
     """What decides the colour of a run: its algorithm, "no clipping" or "one update" (one optimizer
-    step per rollout). If a log has no settings, its label decides."""
+    step per rollout). If a log has no settings, it is the label."""
     settings = rows[0].get("settings", {}) if rows else {}
-    if not settings:
-        words = label.lower().replace("_", " ").replace("/", " ").split()
-        if "no" in words and {"clip", "clipping"} & set(words):
-            return "no clipping"
-        if "one" in words and "update" in words:
-            return "one update"
-        return next((name for name in ("grpo", "gspo") if name in words), label)
     if settings.get("minibatches") == 1 and settings.get("epochs") == 1:
         return "one update"
     if (settings.get("eps_high") or 0) >= NO_CLIPPING:
@@ -70,8 +67,6 @@ def styles_of(runs):
 
 def shrink(path):
     """Reduces a picture to 256 colours, which makes its file less than half as large."""
-    from PIL import Image
-
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(256)
     small.save(path, optimize=True)
@@ -79,19 +74,8 @@ def shrink(path):
 
 def draw(runs, path, title=None):
     """Draws runs, which is {label: rows of metrics}. title: what the picture shows."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("No picture was drawn, because matplotlib is missing. To install it, run: "
-              "pip install matplotlib",
-              file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.legend_handler import HandlerTuple
-    from matplotlib.lines import Line2D
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.6),
-                                layout="constrained")
+    figure = Figure((4 * len(PANELS), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(PANELS))
     styles = styles_of(runs)
     handles = []
     for (label, rows), filling in zip(runs.items(), itertools.cycle(FILLINGS)):
@@ -121,7 +105,6 @@ def draw(runs, path, title=None):
     if title:
         figure.suptitle(title)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main():
