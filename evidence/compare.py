@@ -41,7 +41,7 @@ from evidence.settings import (
 from evidence.tables import GRID, LOGS, MODELS, QUESTIONS, comparison, learning_rates, read_runs
 from evidence.tasks import TASKS, settings_of
 from lesson import tiny
-from tools.logs import append, make_writable, read_packed
+from tools.logs import append, make_writable
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,22 +160,20 @@ def four_digits(x):
 
 def run(job):
     """The log row of a variant, a starting model and a seed."""
-    spec, cold, seed = job
+    spec, cold = job["variant"], job["cold"]
     start = cold_start(spec["task"], cold)
     asked = {"accuracy": ("held out", 1.0), "probe": ("probe", 1.0), "greedy": ("held out", 0.0)}
-    found, metrics = train(spec, cold, seed, asked.values())
+    found, metrics = train(spec, cold, job["seed"], asked.values())
     if "fspo" in spec.get("successor", ""):  # its clip range depends on the length
         metrics.pop("clip_fraction", None)
     accuracies = {name: found[pair] for name, pair in asked.items()}
-    return {"variant": spec, "cold": cold, "seed": seed, "start": start["1.0"], "start_at": start,
-            **accuracies, **metrics}
+    return {**job, "start": start["1.0"], "start_at": start, **accuracies, **metrics}
 
 
 def run_tuned(job):
     """The log row of a task, a starting model, an algorithm and a learning rate."""
-    task, cold, name, rate = job
-    row = {"task": task, "start": cold, "algorithm": name, "learning_rate": rate,
-           "before": cold_start(task, cold)}
+    task, cold, name, rate = job.values()
+    row = {**job, "before": cold_start(task, cold)}
     algorithm = GRPO if name == "GRPO" else GSPO
     spec = variant(algorithm, RANGES[task][name], task=task, learning_rate=rate)
     asked = [(questions, float(t)) for questions in QUESTIONS for t in QUESTIONS[questions]]
@@ -187,25 +185,25 @@ def run_tuned(job):
 
 # ---- all runs of an experiment -------------------------------------------------------------------
 
-
-def missing(variants, colds, seeds, path):
-    """The arguments of run() for the runs that are not in the log yet."""
-    there = [(row["variant"], row["cold"], row["seed"]) for row in read_runs(path)]
-    wanted = []
-    for k, cold, spec in itertools.product(range(seeds), range(colds), variants):
-        job = spec, cold, 100 * cold + k
-        if job not in there + wanted:
-            wanted.append(job)
-    return wanted
+# A job is the first fields of its row in the log, which no other row has.
 
 
-def missing_tuned(colds, path):
-    """The arguments of run_tuned() for the runs that are not in the log yet."""
-    there = [(row["task"], row["start"], row["algorithm"], row["learning_rate"])
-             for row in read_packed(path).get("runs", [])]
-    wanted = [(task, cold, *setting) for task, models in MODELS.items()
-              for cold in models[:colds] for setting in GRID]
-    return [job for job in wanted if job not in there]
+def jobs_of(name, colds, seeds):
+    """The jobs of an experiment, for run()."""
+    return [{"variant": spec, "cold": cold, "seed": 100 * cold + k} for k, cold, spec
+            in itertools.product(range(seeds), range(colds), variants_of(name))]
+
+
+def tuned_jobs(colds):
+    """The jobs of "tuned", for run_tuned()."""
+    return [{"task": task, "start": cold, "algorithm": name, "learning_rate": rate}
+            for task, models in MODELS.items() for cold in models[:colds] for name, rate in GRID]
+
+
+def missing(jobs, path):
+    """The jobs that are not in the log yet, each one once."""
+    there = [{name: row[name] for name in jobs[0]} for row in read_runs(path)]
+    return [job for i, job in enumerate(jobs) if job not in there + jobs[:i]]
 
 
 def make(function, wanted, jobs, path):
@@ -236,11 +234,11 @@ def main():
     path = args.log or (LOGS / "learning_rates.jsonl.gz" if is_tuned else COMPARISONS)
     make_writable(path)
     if is_tuned:
-        make(run_tuned, missing_tuned(args.colds, path), args.jobs, path)
-        print(learning_rates(read_packed(path)["runs"]))
+        make(run_tuned, missing(tuned_jobs(args.colds), path), args.jobs, path)
+        print(learning_rates(read_runs(path)))
     else:
-        variants = variants_of(args.name)
-        make(run, missing(variants, args.colds, args.seeds, path), args.jobs, path)
+        jobs = jobs_of(args.name, args.colds, args.seeds)
+        make(run, missing(jobs, path), args.jobs, path)
         print(comparison(args.name, read_runs(path)))
 
 

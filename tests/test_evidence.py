@@ -286,7 +286,8 @@ class TestRuns:
             same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
             kind = json.dumps(spec | same, sort_keys=True)
             if kind not in self.GRADIENTS:
-                row = compare.run(({**spec, "max_steps": 2}, 0, 5))
+                job = {"variant": {**spec, "max_steps": 2}, "cold": 0, "seed": 5}
+                row = compare.run(job)
                 assert len(row["reward"]) == 2
                 assert json.loads(json.dumps(row)) == row
                 self.GRADIENTS[kind] = json.dumps(row["grad_norm"])
@@ -295,15 +296,15 @@ class TestRuns:
 
     def test_that_exist_are_not_repeated(self, tmp_path):
         path = tmp_path / "runs.jsonl.gz"
-        variants = settings.variants_of("range_few") + settings.variants_of("greedy")[1:2]
-        wanted = compare.missing(variants + variants, 2, 2, path)
-        assert len(wanted) == 16, "each run once"
-        rows = [{"variant": spec, "cold": cold, "seed": seed} for spec, cold, seed in wanted]
-        rows[-1]["variant"] = settings.variant("grpo", 0.3)  # a variant of another experiment
-        write_packed(path, {"runs": rows})
-        assert compare.missing(variants, 2, 2, path) == wanted[-1:]
-        assert not compare.missing_tuned(6, tables.LOGS / "learning_rates.jsonl.gz")
-        assert len(compare.missing_tuned(1, path.with_name("new"))) == 2 * len(tables.GRID)
+        jobs = compare.jobs_of("range_few", 2, 2)
+        wanted = compare.missing(jobs + jobs, path)
+        assert wanted == jobs and len(jobs) == 12, "each run once"
+        another = jobs[-1] | {"variant": settings.variant("grpo", 0.3)}  # of another experiment
+        write_packed(path, {"runs": [*jobs[:-1], another]})
+        assert compare.missing(jobs, path) == jobs[-1:]
+        tuned = compare.tuned_jobs(6)
+        assert not compare.missing(tuned, tables.LOGS / "learning_rates.jsonl.gz")
+        assert compare.missing(tuned, path.with_name("new")) == tuned
 
     def test_with_a_tuned_rate_have_their_settings(self, monkeypatch):
         """Here it diverges, so it has no correct answer."""
@@ -316,7 +317,8 @@ class TestRuns:
         monkeypatch.setattr(train_math, "train", train)
         monkeypatch.setattr(train_math, "load", lambda folder, device: (None, None))
         monkeypatch.setattr(compare, "cold_start", lambda task, start: {"1.0": 0.3})
-        row = compare.run_tuned(("long", 17, "GRPO", 2e-4))
+        row = compare.run_tuned(
+            {"task": "long", "start": 17, "algorithm": "GRPO", "learning_rate": 2e-4})
         ((cfg, eps_low),) = trained
         assert (cfg.seed, cfg.learning_rate, cfg.epochs, eps_low) == (1700, 2e-4, 4, 0.1)
         assert row["problem"] == "the loss is not finite" and row["before"] == {"1.0": 0.3}
