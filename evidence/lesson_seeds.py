@@ -32,11 +32,7 @@ FRESH = [(world, seed) for seed in (51, 52, 53) for world in (11, 12, 13, 14)]
 RANGES = {"GSPO": (0.01, 0.03), "GRPO": (0.2, 0.4)}  # the lower clip ranges to choose from
 LOW = 0.35  # the plan's criterion of a collapse: a final held-out greedy accuracy below this
 SUCCESS = 0.90  # a run succeeded if that accuracy is at least this
-STYLES = {  # of each variant: colour and line style, as in every picture, and a marker
-    "GSPO": (*plot.STYLES["gspo"], "o"),
-    "GRPO": (*plot.STYLES["grpo"], "s"),
-    "no clip": (*plot.STYLES["no clipping"], "^"),
-    "one update": (*plot.STYLES["one update"], "D")}
+NAMES = "GSPO", "GRPO", "no clip", "one update"  # of the variants
 
 
 def clipped(algorithm, low):
@@ -96,7 +92,7 @@ def report(pairs=FRESH, part="report"):
     variants = VARIANTS | {algorithm: clipped(algorithm, chosen_range(algorithm))
                            for algorithm in RANGES}
     for world, seed in pairs:
-        for name in STYLES:
+        for name in NAMES:
             run(part, name, variants[name], world, seed)
 
 
@@ -122,11 +118,6 @@ def percent(fraction):
 def accuracies(rows):
     """The final held-out accuracy in percent: greedy / sampled."""
     return f"{percent(rows[-1]['eval_reward'])} / {percent(rows[-1]['sampled'])}"
-
-
-def is_below_start(rows):
-    """Whether a run collapsed: its sampled accuracy is below that of its starting model."""
-    return rows[-1]["sampled"] < rows[0]["start"]["1.0"]
 
 
 def choice_table():
@@ -162,13 +153,14 @@ def report_table(runs):
         last = [rows[-1] for rows in by_pair.values()]
         greedy = [row["eval_reward"] for row in last]
         sampled = [row["sampled"] for row in last]
+        collapsed = [rows[-1]["sampled"] < rows[0]["start"]["1.0"] for rows in by_pair.values()]
         settings = next(iter(by_pair.values()))[0]["settings"]
         ratios = [rows[-1]["cpu_seconds"] / runs["one update"][pair][-1]["cpu_seconds"]
                   for pair, rows in by_pair.items()]
         summary.append([
             name, f"{percent(statistics.fmean(greedy))} / {percent(statistics.fmean(sampled))}",
             f"{sum(x >= SUCCESS for x in greedy)} of {len(greedy)}",
-            f"{sum(map(is_below_start, by_pair.values()))} of {len(greedy)}",
+            f"{sum(collapsed)} of {len(greedy)}",
             f"{sum(x < LOW for x in greedy)} of {len(greedy)}",
             settings["minibatches"] * settings["epochs"] * settings["max_steps"],
             f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"])
@@ -184,8 +176,9 @@ def draw_collapse(runs, path):
     figure = Figure((8, 4.4), layout="constrained")
     axis = figure.subplots()
     number = len(runs["GSPO"])
-    for name, label in (("GSPO", "GSPO"), ("no clip", "GSPO without its clip")):
-        color, line, marker = STYLES[name]
+    for name, label, kind, marker in (("GSPO", "GSPO", "gspo", "o"),
+                                      ("no clip", "GSPO without its clip", "no clipping", "^")):
+        color, line = plot.STYLES[kind]
         curves = [[100 * row["reward"] for row in rows[1:]] for rows in runs[name].values()]
         steps = range(1, len(curves[0]) + 1)
         for values in curves:
@@ -204,7 +197,7 @@ def draw_collapse(runs, path):
 def fresh_runs():
     """{variant: {pair: rows}} of the fresh pairs."""
     found = runs_of("report")
-    return {name: {pair: found[name, *pair] for pair in sorted(FRESH)} for name in STYLES}
+    return {name: {pair: found[name, *pair] for pair in sorted(FRESH)} for name in NAMES}
 
 
 def tabulate():

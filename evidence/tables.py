@@ -194,11 +194,6 @@ def cooling(every):
             f"end: Spearman's correlation {value:.2f}\n")
 
 
-def comparisons(every):
-    """The tables of all experiments, in alphabetical order."""
-    return "\n".join(f"### {name}\n\n{comparison(name, every)}" for name in sorted(EXPERIMENTS))
-
-
 # ---- runs without a clip that collapsed ----------------------------------------------------------
 
 
@@ -864,6 +859,7 @@ rule, and "dropped" responses have no gradient.
 def page():
     """The contents of tables.md."""
     every = read_runs(COMPARISONS)
+    comparisons = [f"### {name}\n\n{comparison(name, every)}" for name in sorted(EXPERIMENTS)]
     lesson = logs("lesson")
     tuned = logs("learning_rates")["runs"]
     gsm8k_logs = logs("gsm8k")
@@ -896,7 +892,7 @@ def page():
         "Rounding": rounding.table(precision["rounding"]),
         "Copies of the weights": kept(precision["kept"]),
         "Speed beside TRL on a CPU": speed.table(logs("speed")["beside_trl"]),
-        "Comparisons on tiny models": COMPARISON_HEAD + comparisons(every),
+        "Comparisons on tiny models": COMPARISON_HEAD + "\n".join(comparisons),
     }
     return "\n".join([HEAD, *(f"## {title}\n\n{text}" for title, text in sections.items())])
 

@@ -18,10 +18,8 @@ N + 7 are made. Compare the answers with the new logs before you grade, because 
 The bugs follow below. Do not read on before you have solved find_the_bug.md.
 """
 import argparse
-import json
 import math
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -32,7 +30,7 @@ from matplotlib.figure import Figure
 import train_math
 from gspo import clipped_objective, group_advantages, gspo_loss
 from lesson import tiny
-from tools.logs import make_writable, read, read_packed, write_packed
+from tools.logs import make_writable, markdown, read, read_packed, write, write_packed
 from tools.plot import STYLES, shrink
 
 PAGE = Path(__file__).with_name("find_the_bug.md")
@@ -60,10 +58,7 @@ Letters: shuffled with {shuffle}. Runs: {runs}. The answers in homework/find_the
 metric shows each bug, and why. Accept any other metric if the log shows it and the explanation is
 correct.
 
-| log | what is wrong |
-|---|---|
-{lines}
-"""
+{table}"""
 LETTERS = "abcdefgh"
 SECOND_SEED = 1  # of the second correct run; the seed of all other published runs is 0
 BLUE, _ = STYLES["gspo"]
@@ -170,7 +165,7 @@ def run(name, seed=0):
         with (mock.patch.dict(train_math.ALGORITHMS, gspo=algorithm),
               mock.patch.object(torch.optim.AdamW, "zero_grad", zero_grad)):
             rows = train_math.train(cfg, model, tokenizer, questions, held_out, **parts)
-        kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(kept, rows)
     return read(kept)
 
 
@@ -214,7 +209,6 @@ def hand_out(folder, shuffle, seed=None):
     for path in folder, key:
         if path.exists():
             raise FileExistsError(f"{path} exists already, so nothing was written")
-    for path in folder, key:
         make_writable(path)
     names = list(answers().values())
     if seed is None:
@@ -231,8 +225,9 @@ def hand_out(folder, shuffle, seed=None):
     (folder / PAGE.name).write_text(exercise, encoding="utf-8")
     write_packed(folder / LOGS.name, logs)
     draw(logs, folder / LOGS.with_suffix(".png").name)
-    lines = [f"| {letter} | {names[i]} |" for letter, i in zip(LETTERS, order)]
-    key.write_text(KEY.format(shuffle=shuffle, runs=source, lines="\n".join(lines)))
+    lines = [[letter, names[i]] for letter, i in zip(LETTERS, order)]
+    table = markdown(["log", "what is wrong"], lines)
+    key.write_text(KEY.format(shuffle=shuffle, runs=source, table=table))
     return key
 
 
@@ -272,17 +267,17 @@ def averages(rows):
     return values
 
 
-def table():
+def bugs_table():
     """A line for each bug; what differs by a factor of two is bold."""
     healthy = averages(run("nothing"))
-    lines = [f"| wrong | {' | '.join(healthy)} |", "|---" * (1 + len(healthy)) + "|"]
+    lines = []
     for name in BUGS:
         cells = []
         for metric, value in averages(run(name)).items():
             far = not healthy[metric] / 2 <= value <= 2 * healthy[metric]
             cells.append(f"**{value:.2g}**" if far else f"{value:.2g}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([name, *cells])
+    return markdown(["wrong", *healthy], lines)
 
 
 def main(argv=None):
@@ -305,15 +300,13 @@ def main(argv=None):
         try:
             key = hand_out(args.handout, args.shuffle, args.seed)
         except FileExistsError as error:
-            print(error, file=sys.stderr)
-            sys.exit(2)
+            parser.error(error)
         print(f"the exercise: {args.handout}\nthe key, which is not for students: {key}")
-        return
-    if args.all:
-        print(CAPTION + table(), end="")
-        return
-    draw(published(), LOGS.with_suffix(".png"))
-    print(f"{LOGS}, and its picture")
+    elif args.all:
+        print(CAPTION + bugs_table(), end="")
+    else:
+        draw(published(), LOGS.with_suffix(".png"))
+        print(f"{LOGS}, and its picture")
 
 
 if __name__ == "__main__":

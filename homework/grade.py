@@ -111,16 +111,8 @@ def read_text(path):
 
 # ---- the first homework: the maths ---------------------------------------------------------------
 
-FUNCTIONS = (
-    "group_advantages",
-    "token_log_probs",
-    "sequence_ratio",
-    "clipped_objective",
-    "gspo_loss",
-    "gspo_token_loss",
-    "grpo_loss",
-    "clip_fraction",
-)
+FUNCTIONS = ("group_advantages", "token_log_probs", "sequence_ratio", "clipped_objective",
+             "gspo_loss", "gspo_token_loss", "grpo_loss", "clip_fraction")
 
 
 def named(nodes):
@@ -142,7 +134,7 @@ def maths_assignment(names):
     for name in names:
         if name not in FUNCTIONS:
             refuse(f"there is no blank {name}; the blanks are {', '.join(FUNCTIONS)}")
-    source = read_text(ROOT / "gspo.py")
+    source = read_text(MATHS.solution)
     lines = source.splitlines()
     for name, node in reversed(named(ast.parse(source).body).items()):
         if not names and name not in FUNCTIONS:
@@ -151,8 +143,6 @@ def maths_assignment(names):
             body = slice(node.body[0].end_lineno, node.end_lineno)
             lines[body] = ["    raise NotImplementedError"]
     return "\n".join(lines) + "\n"
-
-
 
 
 MATHS = Homework(
@@ -219,7 +209,8 @@ def loop_pieces(source):
         remember, update = (
             next(i for i, line in enumerate(lines, 1) if line.startswith(start))
             for start in ("    # 3 REMEMBER", "    # 4 UPDATE"))
-        end = next(node.lineno for node in step if is_end(node))
+        end = next(node.lineno for node in step
+                   if isinstance(node, ast.Return) or "check_finite" in ast.unparse(node))
         return {
             "MicroBatch.__init__": body_of(named(found["MicroBatch"].body)["__init__"]),
             "response_log_probs": body_of(found["response_log_probs"]),
@@ -227,11 +218,6 @@ def loop_pieces(source):
             "phase 4": [node for node in step if update < node.lineno < end],
         }
     return {}
-
-
-def is_end(node):
-    """Whether this statement of train_step is the first one after phase 4."""
-    return isinstance(node, ast.Return) or "check_finite" in ast.unparse(node)
 
 
 def body_of(function):
@@ -302,26 +288,14 @@ def hand_out(homework, folder, names=()):
 def run_tests(homework, path, log, dead):
     """(what the tests of this file print, the exit code or None if the time limit was reached)."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rN", "-p", "no:cacheprovider"]
-    environment = {
-        **os.environ,
-        homework.variable: str(path),
-        "GRADE_LOG": str(log),
-        "GRADE_DEAD": json.dumps(dead),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONIOENCODING": "utf-8",
-    }
+    environment = os.environ | {
+        homework.variable: str(path), "GRADE_LOG": str(log), "GRADE_DEAD": json.dumps(dead),
+        "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
-            [*command, str(homework.tests)],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=limit_memory if os.name == "posix" else None,
-        )
+            [*command, str(homework.tests)], cwd=folder, env=environment,
+            stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.DEVNULL,
+            start_new_session=True, preexec_fn=limit_memory if os.name == "posix" else None)
         try:
             code = process.wait(60 * MINUTES)
         except subprocess.TimeoutExpired:

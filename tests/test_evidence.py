@@ -407,7 +407,7 @@ def test_a_run_has_all_answers_of_both_models_and_is_not_repeated(world, tmp_pat
 
 def test_every_fresh_run_has_the_settings_of_the_plan():
     found = lesson_seeds.runs_of("report")
-    planned = {(name, *pair) for name in lesson_seeds.STYLES for pair in lesson_seeds.FRESH}
+    planned = {(name, *pair) for name in lesson_seeds.NAMES for pair in lesson_seeds.FRESH}
     assert found and set(found) <= planned
     plan = (TOP / "evidence" / "plans" / "lesson.md").read_text()
     for (name, _, seed), rows in found.items():
