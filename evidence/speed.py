@@ -17,17 +17,17 @@ minibatch, which are faster on this CPU.
 
 Times are CPU seconds of the process. Memory is the peak during a step, minus what the process held
 when the step began. It therefore does not include the weights and AdamW's state, which are the same
-for all. The numbers of each round are written to rounds.jsonl in --output_dir. Those of the page
-are in logs/speed.jsonl.gz. They also have the times of the three phases of a step. Their script, in
+for all. The numbers of each round are written to runs/speed.jsonl. Those of the page are in
+logs/speed.jsonl.gz. They also have the times of the three phases of a step. Their script, in
 commit d775aef, alternated the programs after each step and first compared their losses and
 gradients, which tests/test_engines.py does, too.
 """
-import argparse
 import ctypes
 import gc
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -54,6 +54,8 @@ PROMPTS = {512: 16, LARGE: 4}  # prompts per step
 JOBS = [(512, 64, "fixed"), (512, 64, "natural"), (LARGE, 64, "fixed"), (LARGE, 64, "natural"),
         (LARGE, 896, "fixed")]
 GROUP, MINIBATCHES, END = 8, 4, 1
+ROUNDS = 4  # of which the first is not counted
+LOG = Path("runs/speed.jsonl")
 WORKLOADS = {  # tuned: the number of micro-batches per minibatch of the tuned TRL
     "fixed": SimpleNamespace(prompt=(32, 32), length=64, end=0, tuned=4),
     "natural": SimpleNamespace(prompt=(16, 48), length=128, end=1 / 32, tuned=8)}
@@ -129,16 +131,16 @@ def memory(key):
 
 
 def our_steps(model, job):
-    """What `rounds` calls of train_math.train_step took."""
+    """What ROUNDS calls of train_math.train_step took."""
     meter = Meter()
     cfg = train_math.Settings(
         output_dir=None, device="cpu", instruction="", group_size=GROUP,
         prompts_per_step=job.prompts, minibatches=MINIBATCHES,
         micro_batch_tokens=job.rows * (job.prompt[1] + job.length), learning_rate=1e-6,
-        max_completion_length=job.length, max_steps=job.rounds)
+        max_completion_length=job.length, max_steps=ROUNDS)
     parts = train_math.Parts(reward=reward_of(job))
     optimizer = parts.make_optimizer(model)
-    for i in range(job.rounds):
+    for i in range(ROUNDS):
         questions = [{"question": q} for q in job.questions[i * job.prompts:][:job.prompts]]
         meter.begin()
         train_math.train_step(model, job.tokenizer, optimizer, questions, i + 1, cfg, parts)
@@ -170,7 +172,7 @@ def their_steps(model, job, parts=1, **options):
         top_k=0, per_device_train_batch_size=job.rows // parts,
         gradient_accumulation_steps=parts, steps_per_generation=MINIBATCHES * parts,
         num_generations=GROUP, max_completion_length=job.length,
-        max_steps=MINIBATCHES * job.rounds, learning_rate=1e-6, adam_beta2=0.95,
+        max_steps=MINIBATCHES * ROUNDS, learning_rate=1e-6, adam_beta2=0.95,
         max_grad_norm=1.0, bf16=False, use_cpu=True, report_to=[],
         save_strategy="no", disable_tqdm=True, logging_steps=10**6, shuffle_dataset=False,
         output_dir=tempfile.mkdtemp(), **options)
@@ -181,12 +183,12 @@ def their_steps(model, job, parts=1, **options):
     return meter.steps
 
 
-def race(vocabulary, hidden, name, rounds, log):
+def race(vocabulary, hidden, name):
     """Appends a row for each round to the log."""
-    job = SimpleNamespace(**vars(WORKLOADS[name]), prompts=PROMPTS[vocabulary], rounds=rounds)
+    job = SimpleNamespace(**vars(WORKLOADS[name]), prompts=PROMPTS[vocabulary])
     job.rows = job.prompts * GROUP // MINIBATCHES  # a minibatch's: one micro-batch
     job.tokenizer = make_tokenizer(vocabulary)
-    job.questions = make_questions(job.prompts * rounds, vocabulary, job)
+    job.questions = make_questions(job.prompts * ROUNDS, vocabulary, job)
     parts = job.tuned if vocabulary == LARGE else 1
     found = {}
     for side, steps_of, options in (
@@ -196,7 +198,7 @@ def race(vocabulary, hidden, name, rounds, log):
         median = statistics.median(step["seconds"] for step in found[side][1:])
         print(f"vocabulary {vocabulary}, {name}, {side}: {median:.2f} s a step", flush=True)
     for i, steps in enumerate(zip(*found.values(), strict=True)):
-        append(log, {"vocabulary": vocabulary, "hidden": hidden, "workload": name, "round": i,
+        append(LOG, {"vocabulary": vocabulary, "hidden": hidden, "workload": name, "round": i,
                      **dict(zip(found, steps))})
 
 
@@ -223,23 +225,15 @@ def table(rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=4,
-                        help="number of rounds, of which the first is not counted")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/speed"))
-    args = parser.parse_args()
     if trl is None:
-        parser.error("trl==1.16.0 is not installed. The first lines of this file show how to "
-                     "install it in a separate environment")
-    if args.rounds < 2:
-        parser.error("--rounds must be at least 2, because the first round is not counted")
+        sys.exit("trl==1.16.0 is not installed. The first lines of this file show how to install "
+                 "it in a separate environment")
     torch.set_num_threads(1)
-    log = args.output_dir / "rounds.jsonl"
-    make_writable(log)
-    log.unlink(missing_ok=True)
+    make_writable(LOG)
+    LOG.unlink(missing_ok=True)
     for job in JOBS:
-        race(*job, args.rounds, log)
-    print(table(read(log)))
+        race(*job)
+    print(table(read(LOG)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """Clip fractions with stale rollouts, on the small world: as plans/stale.md says.
 
-    OMP_NUM_THREADS=1 python -m evidence.stale              makes the runs that are missing
-    OMP_NUM_THREADS=1 python -m evidence.stale --worlds 0   those of one starting model
+    OMP_NUM_THREADS=1 python -m evidence.stale
 
 In an asynchronous loop, the sampler has weights of some steps ago. This script imitates this: the
 policy of `age` steps ago samples, and also gives the old log-probs. In the first `age` steps, this
-is the starting model. Each run is a line of logs/stale.jsonl.gz, and no run is made twice. Making
-a starting model takes two minutes.
+is the starting model. Each run is a line of logs/stale.jsonl.gz, and no run is made twice.
 """
-import argparse
 import copy
 import itertools
 from collections import deque
@@ -91,17 +88,13 @@ def run(world, age, clip):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="starting models")
-    parser.add_argument("--log", type=Path, default=LOG, help="file of the runs")
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    make_writable(args.log)
-    names = "world", "age", "clip"
-    made = [[row[name] for name in names] for row in read_packed(args.log).get("runs", [])]
-    for job in itertools.product(args.worlds, AGES, CLIPS):
-        if [job[0], job[1], list(job[2])] not in made:
-            append(args.log, {"log": "runs", **run(*job)})
+    make_writable(LOG)
+    made = [(row["world"], row["age"], tuple(row["clip"]))
+            for row in read_packed(LOG).get("runs", [])]
+    for job in itertools.product(WORLDS, AGES, CLIPS):
+        if job not in made:
+            append(LOG, {"log": "runs", **run(*job)})
 
 
 if __name__ == "__main__":

@@ -112,14 +112,12 @@ def main():
     parser.add_argument("runs", nargs="+", type=Path,
                         help="the --output_dir of each run of train_math.py")
     parser.add_argument("--output", type=Path, default=Path("runs.png"), help="the picture")
-    parser.add_argument("--title", help="what the picture shows")
     args = parser.parse_args()
     missing = [str(run) for run in args.runs if not (run / "metrics.jsonl").exists()]
     if missing:
         parser.error(f"no metrics.jsonl in {', '.join(missing)}")
     make_writable(args.output)
-    draw({os.path.relpath(run): read(run / "metrics.jsonl") for run in args.runs}, args.output,
-         title=args.title)
+    draw({os.path.relpath(run): read(run / "metrics.jsonl") for run in args.runs}, args.output)
     print(args.output)
 
 
