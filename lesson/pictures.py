@@ -19,20 +19,12 @@ CISPO_MAXIMUM = 1.28
 SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # its temperatures for A > 0 and for A < 0
 
 
-def grpo(log_ratio, advantage):
-    return clipped_objective(log_ratio.exp(), advantage, 0.2, 0.27)
+def with_clip(low, high):
+    """The clipped objective with this range, as a function of the log-ratio."""
+    def objective(log_ratio, advantage):
+        return clipped_objective(log_ratio.exp(), advantage, low, high)
 
-
-def gspo(log_ratio, advantage):
-    return clipped_objective(log_ratio.exp(), advantage, 3e-4, 4e-4)
-
-
-def wide(log_ratio, advantage):
-    return clipped_objective(log_ratio.exp(), advantage, LOW, HIGH)
-
-
-def no_clip(log_ratio, advantage):
-    return clipped_objective(log_ratio.exp(), advantage, 1, 1e9)
+    return objective
 
 
 def cispo(log_ratio, advantage):
@@ -47,11 +39,11 @@ def sapo(log_ratio, advantage):
 
 
 CURVES = {  # label: (objective, (colour, line style), width); where lines meet, all remain visible
-    "GSPO (3e-4, 4e-4)": (gspo, STYLES["gspo"], 4),
-    "PPO, GRPO (0.2, 0.27)": (grpo, STYLES["grpo"], 3),
+    "GSPO (3e-4, 4e-4)": (with_clip(3e-4, 4e-4), STYLES["gspo"], 4),
+    "PPO, GRPO (0.2, 0.27)": (with_clip(0.2, 0.27), STYLES["grpo"], 3),
     "CISPO (ratio at most 1.28)": (cispo, ("#CC79A7", "-."), 2),
     "SAPO (1 and 1.05)": (sapo, ("#009E73", (0, (8, 1))), 1.5),
-    "no clip": (no_clip, STYLES["no clipping"], 2)}
+    "no clip": (with_clip(1, 1e9), STYLES["no clipping"], 2)}
 
 
 def weight(objective, ratio, advantage):
@@ -72,7 +64,7 @@ def draw_clip(path):
         axis.plot(ratio, ratio * advantage, color=color, linestyle=line, label="s A: no clip")
         axis.plot(ratio, clipped, color=STYLES["gspo"][0], linewidth=2.5,
                   label="min(s A, clip(s) A)")
-        ends = ratio[weight(wide, ratio, advantage) == 0]
+        ends = ratio[weight(with_clip(LOW, HIGH), ratio, advantage) == 0]
         axis.axvspan(ends.min(), ends.max(), color="0.88", label="clipped: the gradient is 0")
         for start in (0.6, 0.95, 1.1) if advantage > 0 else (1.0, 1.2, 1.5):
             end = start + 0.15 * advantage  # along the objective, upwards

@@ -107,20 +107,6 @@ def write_packed(path, logs):
     write(path, [{"log": name, **row} for name, rows in logs.items() for row in rows])
 
 
-def pack(folder, path):
-    files = sorted(folder.rglob("*.jsonl"))
-    names = [str(file.relative_to(folder).with_suffix("")) for file in files]
-    write_packed(path, {name: read(file) for name, file in zip(names, files)})
-
-
-def unpack(path, folder):
-    files = {folder / f"{name}.jsonl": rows for name, rows in read_packed(path).items()}
-    for file in files:
-        make_writable(file)
-    for file, rows in files.items():
-        write(file, rows)
-
-
 # ---- intervals and tables ------------------------------------------------------------------------
 
 # `mean_text` and `paired` take lists of values, one for each question: 1 (or True) for a correct
@@ -198,14 +184,18 @@ def main(argv=None):
     if not args.source.exists():
         parser.error(f"{args.source} does not exist")
     if args.what == "pack":
-        if not any(args.source.rglob("*.jsonl")):
+        files = sorted(args.source.rglob("*.jsonl"))
+        if not files:
             parser.error(f"{args.source} is no folder with .jsonl files")
         make_writable(args.target)
-        pack(args.source, args.target)
+        names = [str(file.relative_to(args.source).with_suffix("")) for file in files]
+        write_packed(args.target, dict(zip(names, map(read, files))))
     elif not args.source.is_file() or not all("log" in row for row in read(args.source)):
         parser.error(f"{args.source} is no packed file")
     else:
-        unpack(args.source, args.target)
+        for name, rows in read_packed(args.source).items():
+            make_writable(args.target / f"{name}.jsonl")
+            write(args.target / f"{name}.jsonl", rows)
 
 
 if __name__ == "__main__":
