@@ -15,7 +15,7 @@ from evidence import compare, lesson_seeds, rounding
 from evidence import sums as evidence_sums
 from homework import find_the_bug
 from tests.conftest import one_line, parity_reward, rollout_of, sums, write_jsonl
-from tools import answers, evaluate, logs, plot
+from tools import answers, evaluate, logs, plot, warm_up
 from tools.logs import mean_difference, mean_text, paired, read
 
 # ---- logs.py -------------------------------------------------------------------------------------
@@ -495,3 +495,15 @@ def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
     assert lines["c"] == plot.STYLES["gspo"]
     assert lines["d"] == plot.STYLES["one update"]
     assert lines["e"] not in plot.STYLES.values()
+
+
+# ---- warm_up.py ----------------------------------------------------------------------------------
+
+
+def test_supervised_training_learns_an_answer_and_its_end(fresh):
+    model, tokenizer = fresh
+    row = {"question": "How many?", "answer": "1+1=2\n#### 2"}
+    warm_up.supervise(model, tokenizer, lambda: row, 40, 4, 1e-2, "warm-up")
+    cfg = train_math.Settings(device="cpu", instruction="", max_completion_length=20)
+    (found,) = train_math.evaluate(model, tokenizer, [row], cfg)["eval_results"]
+    assert found["response"] == row["answer"] and found["tokens"] == len(row["answer"]) + 1
