@@ -47,9 +47,9 @@ PANELS = {  # metric: (unit, scale of the vertical axis)
     "grad_norm": ("before clipping", "log"),
     "clip_fraction": ("fraction of tokens", "linear"),
     "log_ratio_std": ("of log s", "log")}
-CAPTION = """`python -m homework.find_the_bug --all` prints these means over eight rollouts (world 0, seed 0).
-eval_reward is the last value, and the loss has no sign. Bold values are less than half or more
-than twice the value without a bug.
+CAPTION = """`python -m homework.find_the_bug --all` prints these means over eight rollouts
+(world 0, seed 0). eval_reward is the last value, and the loss has no sign. Bold values are less
+than half or more than twice the value without a bug.
 
 """
 KEY = """# Find the bug: the key
