@@ -197,15 +197,11 @@ def _boolean(mask):
 
 def _check_clip_range(eps_low, eps_high):
     """ValueError unless 0 < eps_low <= 1 and 0 < eps_high, or if a distance looks like a bound."""
-    if 0.9 <= eps_low < 1:
-        raise ValueError(f"eps_low is the distance of the lower bound from 1, not the bound: "
-                         f"instead of {eps_low} pass {1 - eps_low:.6g}, or 1 for no lower bound")
-    if 1 < eps_high <= 1.1:
-        raise ValueError(f"eps_high is the distance of the upper bound from 1, not the bound: "
-                         f"instead of {eps_high} pass {eps_high - 1:.6g}")
-    if not (0 < eps_low <= 1 and eps_high > 0):
-        raise ValueError(f"eps_low {eps_low} must be above 0 and at most 1, "
-                         f"and eps_high {eps_high} must be above 0")
+    looks_like_bound = 0.9 <= eps_low < 1 or 1 < eps_high <= 1.1
+    if looks_like_bound or not (0 < eps_low <= 1 and eps_high > 0):
+        raise ValueError(f"eps_low {eps_low} must be above 0 and at most 1, and eps_high "
+                         f"{eps_high} must be above 0. They are distances from 1, not bounds: "
+                         "instead of 0.9997 and 1.0004, pass 0.0003 and 0.0004")
 
 
 def _log_ratio(log_probs, old_log_probs, mask):

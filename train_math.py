@@ -29,7 +29,7 @@ from support.check_model import check_model
 from support.command_line import check_values, exits_with, flag, guarded_run, parse, replace_parts
 from support.cuda_sampling import generate, static_rollout
 from support.metrics import evaluation_metrics, notes, rollout_metrics, update_metrics, wilson
-from support.models import adamw, check_finite, clip_gradients, evaluation_mode, load, tf32_matmuls
+from support.models import adamw, check_finite, clip_gradients, load, tf32_matmuls
 from support.questions import load_questions, unused_questions
 from support.rewards import correctness_reward, extract_answer, gold_answer, score, score_rollout
 from support.sampling import check_rollout, dynamic_rollout, end_tokens
@@ -182,25 +182,20 @@ def build_minibatches(rollout, advantages, cfg, keeps_all=False):
     differently, which would matter for GSPO's narrow clip range. Responses with advantage 0 have no
     gradient and are left out, as are empty minibatches, but train_step counts them in the
     denominator. keeps_all: all responses stay, for a loss with a KL or entropy term."""
+    n = len(rollout.responses)
+    lengths = {i: len(rollout.prompts[i] + rollout.responses[i]) for i in range(n)}
+    size = n // cfg.minibatches  # a multiple of group_size
     minibatches = []
-    size = len(rollout.responses) // cfg.minibatches  # a multiple of group_size
-    for start in range(0, len(rollout.responses), size):
+    for start in range(0, n, size):
         indices = [i for i in range(start, start + size) if keeps_all or advantages[i].any()]
-        if indices:
-            splits = split_by_length(rollout, indices, cfg.micro_batch_tokens)
+        splits = []
+        for i in sorted(indices, key=lengths.get):  # similar lengths need little padding
+            if not splits or (len(splits[-1]) + 1) * lengths[i] > cfg.micro_batch_tokens:
+                splits.append([])
+            splits[-1].append(i)
+        if splits:
             minibatches.append([MicroBatch(rollout, advantages, s, cfg.device) for s in splits])
     return minibatches
-
-
-def split_by_length(rollout, indices, micro_batch_tokens):
-    """The indices of each micro-batch. Similar lengths together need little padding."""
-    lengths = {i: len(rollout.prompts[i]) + len(rollout.responses[i]) for i in indices}
-    splits = []
-    for i in sorted(indices, key=lengths.get):
-        if not splits or (len(splits[-1]) + 1) * lengths[i] > micro_batch_tokens:
-            splits.append([])
-        splits[-1].append(i)
-    return splits
 
 
 def response_log_probs(model, batch, temperature):
@@ -320,8 +315,10 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **
     counts as its answer, whatever its format. eval_results has a dict for each response."""
     parts = replace_parts(Parts(), replaced)
     asked = [row for row in questions for _ in range(group_size)]
-    with evaluation_mode(model):
-        rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
+    was_training = model.training
+    model.eval()  # without dropout
+    rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
+    model.train(was_training)
     check_rollout(rollout, asked, 1)
     rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
     scores = {"reward": rewards}

@@ -1,6 +1,5 @@
 """The trial of train_math.py: a model and the parts of a step, before the long work begins."""
 import contextlib
-import copy
 import itertools
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     algorithm = algorithms[cfg.algorithm]
     model.eval()
     check_trainable(model)
-    questions = copy.deepcopy(questions)
     with blames("the chat template", parts, "encode_prompts"):
         prompts = parts.encode_prompts(tokenizer, questions, cfg)
     longest = check_prompts(model, prompts, questions, cfg.max_completion_length)
@@ -33,8 +31,8 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     if parts.encode_prompts is type(parts)().encode_prompts:
         check_template(model, tokenizer, rollout)
     rewards, _ = score_rollout(parts.reward, rollout, short)
-    advantages = algorithm.advantages(rewards, 2)
-    advantages = torch.ones_like(advantages)  # those of equal rewards would leave nothing to try
+    # The advantages of equal rewards would be 0, and leave nothing to try.
+    advantages = torch.ones_like(algorithm.advantages(rewards, 2))
     for batch in itertools.chain(*parts.build_minibatches(rollout, advantages, short)):
         with blames("the forward pass of the model", parts, "response_log_probs"):
             log_probs = parts.response_log_probs(model, batch, 1.0)
@@ -61,9 +59,8 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
 
 @contextlib.contextmanager
 def blames(what, parts, *names):
-    """ValueError: an error in this block, unless it may come from a part of yours, by these names.
-
-    Then the model does not fit the default parts. A ValueError explains itself."""
+    """ValueError: an error in this block, where the default parts with these names do not fit the
+    model. An error that may come from a part of the user, and a ValueError, stay as they are."""
     try:
         yield
     except Exception as error:
@@ -88,9 +85,8 @@ def check_template(model, tokenizer, rollout):
     end_ids = end_tokens(model, tokenizer).tolist()
     for i in tokenizer(end, add_special_tokens=False).input_ids[:1]:
         if i in tokenizer.added_tokens_decoder and i not in end_ids:
-            show(f"note: the chat template ends a turn with {tokenizer.decode(i)!r}, which "
-                 f"does not end a response. Add {i} to eos_token_id in the file "
-                 "generation_config.json of the model")
+            show(f"note: the chat template ends a turn with {tokenizer.decode(i)!r}, which does "
+                 f"not end a response. Add {i} to eos_token_id in generation_config.json")
 
 
 def check_prompts(model, prompts, questions, max_completion_length):
@@ -100,8 +96,7 @@ def check_prompts(model, prompts, questions, max_completion_length):
         if getattr(config, name, None) not in (None, 1):
             raise ValueError(f"the model scales or caps its logits ({name}), which is unsupported")
     if not all(prompts):
-        raise ValueError("a prompt has no tokens: the tokenizer files are missing, or its chat "
-                         "template is wrong")
+        raise ValueError("a prompt is empty: tokenizer files are missing, or its template is wrong")
     if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
         raise ValueError("the tokenizer has tokens that the model lacks: they are not a pair")
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))

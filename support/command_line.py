@@ -69,8 +69,7 @@ def parse(settings, argv=None):
         if shutil.which("nvidia-smi"):
             note("this PyTorch cannot use your NVIDIA GPU (see README.md)")
         if cfg.model == settings.model:
-            note("on a CPU, a step takes many minutes with the default model and settings; "
-                 "`python -m lesson.tiny` is made for a CPU")
+            note("on a CPU, a step takes many minutes with this model. Try python -m lesson.tiny")
     return cfg
 
 
@@ -110,8 +109,7 @@ def guarded_run(cfg):
 
     with exits_with(f"--output_dir {cfg.output_dir}"):
         if os.environ.get("WORLD_SIZE", "") > "1":  # torchrun sets it
-            raise ValueError("main() supports one process. For several, use the recipe 'Several "
-                             "processes' in guides/recipes.md")
+            raise ValueError("use one process, or read 'Several processes' in guides/recipes.md")
         cfg.output_dir = os.path.abspath(cfg.output_dir)  # a reward may change the directory
         found = set(os.listdir(cfg.output_dir)) if os.path.exists(cfg.output_dir) else set()
         if "state.pt" not in found and found - {"lock", "partial"}:

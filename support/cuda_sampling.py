@@ -1,7 +1,4 @@
-"""The sampler of train_math.py for CUDA, and `generate`, which chooses a sampler.
-
-Read sampling.py first. What is here only makes the same work faster on a GPU.
-"""
+"""The sampler for CUDA, and `generate`, which chooses a sampler. Read sampling.py first."""
 import copy
 
 import torch
@@ -25,18 +22,16 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
     # half of the time. The policy that samples is then a slightly different one. bf16 keeps few of
     # the changes of a step at 1e-6, and float16 ends at 65,504. Greedy responses are in float32.
     dtypes = vars(model).setdefault("sampling_dtypes", [torch.float16, torch.bfloat16])
-    for dtype in list(dtypes) if temperature else []:
-        sampler = copy_in(model, dtype)
+    for dtype in [*dtypes, torch.float32] if temperature else [torch.float32]:
+        sampler = model if dtype == torch.float32 else copy_in(model, dtype)
         if can_sample(sampler, model, max(prompts, key=len)):
             responses, log_probs = static_rollout(sampler, *arguments)
             if log_probs.isfinite().all():
                 return responses, log_probs
-        dtypes.remove(dtype)
-        note(f"this model cannot sample in {dtype}, which is too coarse or overflows")
-    responses, log_probs = static_rollout(model, *arguments)
-    if not log_probs.isfinite().all():
-        raise FloatingPointError("the logits of the model are not finite")
-    return responses, log_probs
+        if dtype in dtypes:
+            dtypes.remove(dtype)
+            note(f"this model cannot sample in {dtype}, which is too coarse or overflows")
+    raise FloatingPointError("the logits of the model are not finite")
 
 
 def copy_in(model, dtype):

@@ -34,17 +34,15 @@ def check_folder(name):
     folder = Path(name)
     run = folder.parent if folder.name == "model" else folder
     if (run / "state.pt").exists() and not (run / "model").exists():
-        raise ValueError(f"the run in {run} ended before it wrote its model. To write the model of "
-                         f"its last save: python -m tools.save_model {run}")
+        raise ValueError(f"the run wrote no model. Write it with: python -m tools.save_model {run}")
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         if not importlib.util.find_spec("peft"):
             raise ValueError(f"{name} holds a LoRA adapter, which needs the package peft")
         check_folder(json.loads(adapter.read_bytes())["base_model_name_or_path"])
-    elif folder.exists() and not (folder / "config.json").exists():
-        raise ValueError(f"{name} has no config.json. The model of a run is in its folder `model`")
-    elif not folder.exists() and (len(folder.parts) > 2 or str(name).startswith((".", "/", "~"))):
-        raise ValueError(f"there is no folder {name}")
+    elif folder.exists() or len(folder.parts) > 2 or str(name).startswith((".", "/", "~")):
+        if not (folder / "config.json").exists():
+            raise ValueError(f"there is no {folder}/config.json. A run has its model in RUN/model")
 
 
 def adamw(model):
@@ -62,10 +60,8 @@ def micro_batch_tokens(device):
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return 1024
     memory = torch.cuda.get_device_properties(device).total_memory / 2**30  # in GiB
-    for least, tokens in (44, 8192), (32, 4096), (22, 2048), (14, 1024):
-        if memory >= least:
-            return tokens
-    return 512
+    sizes = {44: 8192, 32: 4096, 22: 2048, 14: 1024, 0: 512}
+    return next(tokens for least, tokens in sizes.items() if memory >= least)
 
 
 @functools.cache  # so that it is printed once, and not in each step
@@ -92,26 +88,14 @@ def tf32_matmuls():
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@contextlib.contextmanager
-def evaluation_mode(model):
-    """Without dropout in this block. Afterwards, each module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
-
-
 def check_trainable(model):
     """ValueError: all weights are frozen, or those that are not frozen are not in float32."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("all weights of the model are frozen, as those of a LoRA folder are")
     if any(parameter.dtype != torch.float32 for parameter in trained):
-        raise ValueError(f"the model is in {model.dtype}. In half precision, most updates round to "
-                         "nothing. Load it in float32: from_pretrained(..., dtype=torch.float32)")
+        raise ValueError(f"the model is in {model.dtype}, in which most updates round to nothing. "
+                         "Load it in float32: from_pretrained(..., dtype=torch.float32)")
 
 
 def check_finite(model, grad_norms, step):

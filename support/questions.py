@@ -19,9 +19,6 @@ PARTS = {"train": "train", "training": "train", "test": "test", "validation": "v
          "valid": "validation", "val": "validation", "dev": "validation"}
 
 
-# ---- data sets -----------------------------------------------------------------------------------
-
-
 def load_questions(cfg, reward=None):
     """(questions to train on, held-out questions), as lists of dicts.
 
@@ -80,17 +77,16 @@ def check_rows(rows, part, is_graded):
     for i, row in enumerate(rows, 1):
         is_text = isinstance(row.get("question"), str) and row["question"]
         if not is_text or not (is_graded or gold_answer(row.get("answer"))):
-            raise ValueError(f"{part}: row {i} needs a question, which is a text, and, unless you "
-                             "pass your own reward, an answer like '42' or '... #### 42'; it is "
-                             f"{row}")
+            raise ValueError(f"{part}: row {i} needs a question, which is a text, and, without a "
+                             f"reward of yours, an answer like '42' or '... #### 42'; it is {row}")
 
 
 def check_columns(rows, part="train"):
     """ValueError: these rows, which are dicts, do not all have the same columns."""
     for i, row in enumerate(rows, 1):
         if row.keys() != rows[0].keys():
-            raise ValueError(f"{part}: row {i} has other columns than row 1: {list(row)}, "
-                             f"{list(rows[0])}")
+            raise ValueError(f"{part}: row {i} has other columns than row 1, such as "
+                             f"{min(row.keys() ^ rows[0].keys(), key=str)}")
 
 
 def load_splits(dataset):
@@ -99,14 +95,13 @@ def load_splits(dataset):
     The package datasets reads folders that it has written, copies from the hub, and shards. Files
     with the name of a part, such as train.csv, are read here, with messages that name the row."""
     path = Path(dataset)
-    if dataset and path.is_file():
+    if path.is_file():
         return {"train": read_rows(path)}
-    if dataset and path.is_dir():
-        if files := part_files(path):
-            return {part: read_rows(file) for part, file in files.items()}
-        if (path / "state.json").exists():
-            return {"train": list(load_from_disk(dataset))}
-    elif path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
+    if path.is_dir() and (files := part_files(path)):
+        return {part: read_rows(file) for part, file in files.items()}
+    if (path / "state.json").exists():
+        return {"train": list(load_from_disk(dataset))}
+    if not path.exists() and path.suffix.lower() in (*ENDINGS, ".tsv", ".txt", ".xls", ".xlsx"):
         raise ValueError("there is no such file")
     load = load_from_disk if (path / "dataset_dict.json").exists() else load_dataset
     splits = load(dataset, "main") if dataset == "openai/gsm8k" else load(dataset)
@@ -173,8 +168,7 @@ def text_rows(data, kind):
                 rows.append(json.loads(line, object_pairs_hook=unique_columns))
         except ValueError as error:
             reason = getattr(error, "msg", error)
-            raise ValueError(f"line {i}: {reason}. Each row must be a JSON object on one line"
-                             ) from None
+            raise ValueError(f"line {i}: {reason}. A row is a JSON object on one line") from None
     return rows
 
 

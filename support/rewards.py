@@ -77,13 +77,12 @@ def score(reward, questions, texts, **more):
         lines = traceback.extract_tb(error.__traceback__)[1:2]  # where in the reward function
         place = "".join(f" in {line.filename}, line {line.lineno}" for line in lines)
         raise RewardError(f"the reward function {name} raised {error!r}{place}") from error
-    rewards = []
-    if not isinstance(returned, (str, dict, set)):  # these have no numbers, or no order
-        try:
-            rewards = [float(value) for value in returned]
-        except (TypeError, ValueError):
-            pass
-    if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
+    try:
+        rewards = [float(value) for value in returned]
+    except (TypeError, ValueError):
+        rewards = []
+    is_unfit = isinstance(returned, (str, dict, set))  # these have no numbers, or no order
+    if is_unfit or len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
         raise RewardError(f"the reward function {name} returned {returned!r:.200}, but a list of "
                           f"{len(texts)} finite numbers is needed, one for each completion")
     return torch.tensor(rewards, dtype=torch.float32)
@@ -111,11 +110,8 @@ def score_rollout(reward, rollout, cfg, step=None):
 
 def correctness_reward(prompts, completions, answer, strict=True, **columns):
     """1.0 for a completion that gives the number of the answer, else 0.0. Works in TRL, too."""
-    rewards = []
-    for completion, gold in zip(completions, answer):
-        expected = gold_answer(gold) or "no number"
-        rewards.append(float(extract_answer(completion, strict) == expected))
-    return rewards
+    golds = [gold_answer(gold) or "no number" for gold in answer]
+    return [float(extract_answer(text, strict) == gold) for text, gold in zip(completions, golds)]
 
 
 def extract_answer(completion, strict=True):
@@ -153,13 +149,9 @@ def answer_place(text):
     marks = list(re.finditer(MARK, text := re.sub(HEADING, "", text)))
     if not marks:
         return ""
-    text = text[marks[-1].end():]
-    if marks[-1][0].startswith("#"):
-        place = text.partition("\n")[0]
-    else:
-        closed = re.match(rf"(?s){BRACES}(?=}})", text)
-        place = closed[0] if closed else ""
-    return plain(place).strip(" \t*_`$\"")
+    content = ".*" if marks[-1][0].startswith("#") else rf"(?s){BRACES}(?=}})"
+    place = re.match(content, text[marks[-1].end():])
+    return plain(place[0]).strip(" \t*_`$\"") if place else ""
 
 
 def last_number(text):

@@ -1,9 +1,7 @@
-"""How train_math.py samples responses, and the log-probs of their tokens.
+"""How train_math.py samples responses. dynamic_rollout is the sampler for CPUs.
 
-`dynamic_rollout` is the sampler for CPUs. cuda_sampling.py has a faster one for CUDA, which draws
-from the same distribution, and `generate`, which chooses. A sampler of your own, for
-main(generate=f), is a function with the arguments and the results of dynamic_rollout.
-"""
+cuda_sampling.py has a faster one for CUDA, and `generate`, which chooses. A sampler of your own,
+for main(generate=f), is a function with the arguments and the results of dynamic_rollout."""
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
@@ -22,17 +20,15 @@ def end_tokens(model, tokenizer):
 
 
 def check_rollout(rollout, questions, group_size):
-    """ValueError: a sampler has not returned `group_size` responses to each question, group by
-    group, with all that a Rollout has for each. In an evaluation, it is 1, and the questions are
-    those that were asked."""
+    """ValueError: this is not a Rollout of `group_size` responses to each question, group by group.
+    In an evaluation, where group_size is 1, the questions must be those that were asked."""
     counts = {name: len(values) for name, values in vars(rollout).items()}
     if set(counts.values()) != {len(questions) * group_size}:
         raise ValueError(f"the sampler must return {group_size} responses to each of "
                          f"{len(questions)} questions, but it returned {counts}")
     answered = [row["question"] for row in rollout.questions]
     if group_size == 1 and answered != [row["question"] for row in questions]:
-        raise ValueError("with a group_size of 1, as in an evaluation, the sampler must answer the "
-                         "questions that it gets")
+        raise ValueError("in an evaluation, the sampler must answer the questions that it gets")
     width = rollout.log_probs.shape[1]
     for i, response in enumerate(rollout.responses):
         if rollout.prompts[i] != rollout.prompts[i - i % group_size]:
@@ -56,24 +52,18 @@ def next_logits(model, cache, ids, mask, positions):
 
 
 def next_tokens(logits, temperature):
-    """(tokens (n, 1), their log-probs (n, 1)), drawn at this temperature or, at 0, greedy."""
+    """(tokens (n, 1), their log-probs (n, 1)), drawn at this temperature or, at 0, greedy.
+
+    torch.multinomial draws V random numbers per row, which takes ten times as long on a CPU."""
     probs = torch.softmax(logits.float() / (temperature or 1), dim=-1)
-    if temperature:
-        tokens = draw_tokens(probs)
+    if temperature:  # the token at which the cumulative probability meets a random number
+        cumulative = probs.cumsum(-1)
+        uniform = 1 - torch.rand(len(probs), 1, device=probs.device)  # in (0, 1], so never p = 0
+        tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
+        tokens = tokens.clamp(max=probs.shape[-1] - 1)  # for NaN: `generate` sees its log-probs
     else:
         tokens = probs.argmax(-1, keepdim=True)
     return tokens, probs.gather(1, tokens).log()
-
-
-def draw_tokens(probs):
-    """One token per row, (n, V) -> (n, 1): where the cumulative probability meets a random number.
-
-    torch.multinomial draws V random numbers per row, which takes ten times as long on a CPU."""
-    cumulative = probs.cumsum(-1)
-    total = cumulative[:, -1:]
-    uniform = 1 - torch.rand(len(probs), 1, device=probs.device)  # in (0, 1]: never a probability 0
-    tokens = torch.searchsorted(cumulative, uniform * total)
-    return tokens.clamp(max=probs.shape[-1] - 1)  # a row of NaN: `generate` sees its log-probs
 
 
 def prefill(model, cache, prompts, group_size):

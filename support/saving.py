@@ -47,7 +47,6 @@ class Run:
         if found and not state:
             raise ValueError(f"{cfg.output_dir} holds {min(found)}. Choose another output_dir, or "
                              "resume the run with state=load_state(cfg, questions)")
-        self.max_steps = cfg.max_steps
         self.model = model
         self.tokenizer = tokenizer
         self.optimizer = optimizer
@@ -60,15 +59,17 @@ class Run:
             optimizer.load_state_dict(state.pop("optimizer"))
             self.user_state.clear()
             self.user_state |= state.pop("user_state")
+        if state and self.folder:
             self.report()
 
     def add(self, row, results, is_saved):
         """Add the row of the next step and the results of its evaluation, and report them."""
         self.rows.append(row)
         self.results = results
-        if is_saved:
-            self.save()
-        self.report()
+        if self.folder:
+            if is_saved:
+                self.save()
+            self.report()
 
     def finish(self):
         """Write the model, and say what the run has changed."""
@@ -86,8 +87,6 @@ class Run:
     def save(self):
         """Write state.pt, from which a run is resumed. The old one stays until this is complete.
         OSError: it cannot be written. ValueError: the user_state could not be read again."""
-        if not self.folder:
-            return
         state = {"rows": plain(self.rows), "results": plain(self.results),
                  "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                  "user_state": self.user_state}
@@ -104,15 +103,13 @@ class Run:
 
     def report(self):
         """Print the last row, and write metrics.jsonl and the results of its evaluation, if any."""
-        if not self.folder:
-            return
         row = self.rows[-1]
         write_lines(self.rows, self.folder / "metrics.jsonl")
         if self.results:
             write_lines(self.results, self.folder / f"eval_{row['step']}.jsonl")
         note("reward is that of the responses sampled in a step, before its updates; eval_reward "
              "is that of greedy ones to held-out questions, after them")
-        shown = [f"step {row['step']}/{self.max_steps}"]
+        shown = [f"step {row['step']}/{self.settings['max_steps']}"]
         for name in SHOWN:
             value = row.get(name)
             if value is None or name == "eval_last_number" and value == row["eval_reward"]:

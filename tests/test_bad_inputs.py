@@ -169,16 +169,16 @@ ADAPTER = {"adapter/adapter_config.json": '{"base_model_name_or_path": "lesson/a
 
 
 @pytest.mark.parametrize("name, files, has_peft, words", [
-    ("{}/nowhere/model", {}, False, "there is no folder {}/nowhere/model"),
-    ("./model", {}, False, "there is no folder ./model"),
-    ("runs/mine/model", {}, False, "there is no folder runs/mine/model"),
-    ("~/model", {}, False, "there is no folder ~/model"),
-    ("runs/k/model", KILLED, False, "ended before it wrote its model"),
+    ("{}/nowhere/model", {}, False, "there is no {}/nowhere/model/config.json"),
+    ("./model", {}, False, "there is no model/config.json"),
+    ("runs/mine/model", {}, False, "there is no runs/mine/model/config.json"),
+    ("~/model", {}, False, "there is no ~/model/config.json"),
+    ("runs/k/model", KILLED, False, "the run wrote no model"),
     ("runs/k", KILLED, False, "python -m tools.save_model runs/k"),
     ("{}/runs/k", KILLED, False, "tools.save_model {}/runs/k"),
-    ("runs", KILLED, False, "has no config.json. The model of a run is in its folder `model`"),
+    ("runs", KILLED, False, "there is no runs/config.json. A run has its model in RUN/model"),
     ("adapter", ADAPTER, False, "adapter holds a LoRA adapter, which needs the package peft"),
-    ("adapter", ADAPTER, True, "there is no folder lesson/another/model"),
+    ("adapter", ADAPTER, True, "there is no lesson/another/model/config.json"),
 ])
 def test_a_folder_without_a_model_is_refused_for_what_it_is(
         command, tmp_path, monkeypatch, name, files, has_peft, words):
@@ -459,11 +459,11 @@ ONES = torch.ones(2)
 
 @pytest.mark.parametrize("message, function, arguments", [
     ("pass mask == 0", gspo.gspo_loss, [*example()[:3], -1e9 * ~example()[3]]),
-    ("instead of 0.9997 pass 0.0003", gspo.gspo_loss, [*example(), 0.9997, 1.0004]),
+    ("instead of 0.9997 and 1.0004, pass", gspo.gspo_loss, [*example(), 0.9997, 1.0004]),
     ("eps_low 1.5 must be above 0", gspo.gspo_loss, [*example(), 1.5, -1]),
     ("denominator must be above 0", gspo.gspo_loss, zeros((0, 3), (0, 3), (0,), (0, 3))),
-    ("instead of 1.0004 pass 0.0004", gspo.clipped_objective, [ONES, ONES, 0.2, 1.0004]),
-    ("not the bound", gspo.clipped_objective, [ONES, ONES, 0.2, 1.1]),
+    ("and eps_high 1.0004 must be", gspo.clipped_objective, [ONES, ONES, 0.2, 1.0004]),
+    ("not bounds", gspo.clipped_objective, [ONES, ONES, 0.2, 1.1]),
     ("not a list", gspo.group_advantages, [[1.0, 0.0], 2]),
     ("rewards (2, 2)", gspo.group_advantages, [*zeros((2, 2)), 2]),
     ("logits (2, 5, 9), tokens (2, 7)", gspo.token_log_probs, zeros((2, 5, 9), (2, 7))),
