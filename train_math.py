@@ -176,7 +176,6 @@ class MicroBatch:
 
 def build_minibatches(rollout, advantages, cfg, keeps_all=False):
     """Split a rollout into minibatches, one per optimizer step: lists of micro-batches.
-
     A micro-batch holds at most micro_batch_tokens, or a single response. It serves for the old and
     the new log-probs. With other padding or other neighbours, the same log-probs would be rounded
     differently, which would matter for GSPO's narrow clip range. Responses with advantage 0 have no
@@ -293,7 +292,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
         optimizer.zero_grad()
         updates.append(update)
 
-    check_finite(model, grad_norms, step)  # raises a FloatingPointError
+    check_finite(model, step)  # raises a FloatingPointError
     return {
         **own_metrics,
         "step": step,
@@ -310,7 +309,6 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 
 def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **replaced):
     """The mean reward of `group_size` responses to each question; greedy decoding by default.
-
     With the default reward, eval_last_number is the accuracy if the last number of a response
     counts as its answer, whatever its format. eval_results has a dict for each response."""
     parts = replace_parts(Parts(), replaced)

@@ -13,8 +13,7 @@ from support.sampling import check_rollout, end_tokens
 
 def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     """Try all that a step calls, apart from the optimizer and the metrics, on two short responses.
-
-    parts, algorithms: those of train_math. ValueError: the model or a part cannot be used."""
+    ValueError: the model or a part cannot be used."""
     algorithm = algorithms[cfg.algorithm]
     model.eval()
     check_trainable(model)
@@ -38,12 +37,10 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
             log_probs = parts.response_log_probs(model, batch, 1.0)
         gap = ((log_probs - batch.sampler_log_probs) * batch.mask).sum(1).abs().max()
         if not gap < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
-            cause = "Its cache, padding or head is unsupported, or transformers is below 5.24"
-            coarse = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
-            if coarse:  # frozen weights, such as those below a LoRA adapter
-                cause = f"Weights in {coarse.pop()} round too much: load the model in float32"
             raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
-                             f"sampling and the full forward pass. {cause}")
+                             "sampling and the full forward pass. Its cache, padding or head is "
+                             "unsupported, transformers is below 5.24, or frozen weights are not "
+                             "in float32")
         if batch.old_log_probs is None:
             batch.old_log_probs = log_probs.detach()
         arguments = log_probs, batch.old_log_probs, batch.advantages, batch.mask, *cfg.clip_range()
@@ -59,8 +56,7 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
 
 @contextlib.contextmanager
 def blames(what, parts, *names):
-    """ValueError: an error in this block, where the default parts with these names do not fit the
-    model. An error that may come from a part of the user, and a ValueError, stay as they are."""
+    """ValueError: an error in this block, if the parts with these names are not the user's."""
     try:
         yield
     except Exception as error:
@@ -72,19 +68,16 @@ def blames(what, parts, *names):
 
 def check_template(model, tokenizer, rollout):
     """A note if the token that ends a turn in the chat template does not end a response.
-
     ValueError: the prompts of two questions are equal."""
     first, last = (row["question"] for row in rollout.questions)
     if rollout.prompts[0] == rollout.prompts[1] and first != last:
         raise ValueError("the chat template drops the text of the question")
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "42"}]
-    try:
+    end = ""
+    with contextlib.suppress(Exception):  # the template is only used for prompts
         end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("42")[2].lstrip()
-    except Exception:  # the template is only used for prompts
-        return
-    end_ids = end_tokens(model, tokenizer).tolist()
     for i in tokenizer(end, add_special_tokens=False).input_ids[:1]:
-        if i in tokenizer.added_tokens_decoder and i not in end_ids:
+        if i in tokenizer.added_tokens_decoder and i not in end_tokens(model, tokenizer):
             show(f"note: the chat template ends a turn with {tokenizer.decode(i)!r}, which does "
                  f"not end a response. Add {i} to eos_token_id in generation_config.json")
 

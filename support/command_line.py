@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from dataclasses import field, fields, replace
-from pathlib import Path
 
 import torch
 from transformers import HfArgumentParser
@@ -86,14 +85,13 @@ def exits_with(what, errors=Exception, hint=""):
             hint += ". Without a network, use --model FOLDER and --dataset FILE"
         text = " ".join(str(reason).split())
         text = text if " " in text else repr(reason)  # a sentence, or else the kind of the error
-        sys.exit(f"{Path(sys.argv[0]).name or 'train_math.py'}: {what}: {text:.400}{hint}")
+        sys.exit(f"{os.path.basename(sys.argv[0]) or 'train_math.py'}: {what}: {text:.400}{hint}")
 
 
 @contextlib.contextmanager
 def guarded_run(cfg):
-    """What the script needs around a run: a lock, signals, and one line for an error.
-
-    Yields an Event, which a signal sets. Then this block ends the program as the signal would."""
+    """What the script needs around a run: a lock, one line for an error, and an Event, which a
+    signal sets. After a signal, this block ends the program as the signal would."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # some consoles cannot show every character
     stop = threading.Event()

@@ -18,9 +18,9 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
     if model.device.type != "cuda" or not cache_can_be_static(model, length):
         return dynamic_rollout(model, *arguments)
     torch.cuda.set_device(model.device)  # a CUDA graph records only the current device
-    # Responses to train on are sampled with a 16-bit copy of the weights, which takes less than
-    # half of the time. The policy that samples is then a slightly different one. bf16 keeps few of
-    # the changes of a step at 1e-6, and float16 ends at 65,504. Greedy responses are in float32.
+    # Responses to train on are sampled in less than half of the time with a 16-bit copy of the
+    # weights, which is a slightly different policy. bf16 keeps few of the changes of a step at
+    # 1e-6, and float16 ends at 65,504.
     dtypes = vars(model).setdefault("sampling_dtypes", [torch.float16, torch.bfloat16])
     for dtype in [*dtypes, torch.float32] if temperature else [torch.float32]:
         sampler = model if dtype == torch.float32 else copy_in(model, dtype)
@@ -45,8 +45,7 @@ def copy_in(model, dtype):
 
 @torch.no_grad()
 def can_sample(sampler, model, prompt):
-    """Whether the sampler and the model give each token nearly the same probability, at the end of
-    this prompt (token ids): the largest difference is below 0.1."""
+    """Whether the probabilities of both at the end of this prompt differ by less than 0.1."""
     ids = torch.tensor([prompt], device=model.device)
     probs = []
     for each in sampler, model:
@@ -72,7 +71,6 @@ def cache_can_be_static(model, length):
 
 def static_rollout(model, prompts, group_size, max_length, temperature, end_ids):
     """dynamic_rollout for CUDA: fixed shapes, and one CUDA graph that samples a token of each row.
-
     Decoding one token launches hundreds of small kernels, which takes longer than running them. A
     CUDA graph records the kernels once, and then launches all of them with one call, which repeats
     the same work on the same memory. So no tensor may change its shape or its place, finished

@@ -13,8 +13,7 @@ def rollout_metrics(rollout, minibatches, advantages, cfg):
     """The metrics of the sampled responses, before any update."""
     lengths = [sum(is_sampled) for is_sampled in rollout.is_sampled]
     is_cut = [len(response) == cfg.max_completion_length for response in rollout.responses]
-    groups = advantages.view(len(lengths) // cfg.group_size, -1)
-    has_equal_rewards = (groups == 0).all(1)
+    has_equal_rewards = (advantages.view(len(lengths) // cfg.group_size, -1) == 0).all(1)
     gaps = []  # the sampler's log-probs minus those of the update
     for batch in itertools.chain(*minibatches):
         gaps.append((batch.sampler_log_probs - batch.old_log_probs)[batch.mask])
@@ -28,10 +27,8 @@ def rollout_metrics(rollout, minibatches, advantages, cfg):
 
 
 def update_metrics(updates, grad_norms, ratio, clip_range):
-    """The metrics of the updates.
-
-    updates: for each optimizer step, a list of (micro-batch, log-probs, loss). ratio: "sequence" or
-    "token", the importance ratio that is clipped to clip_range = (eps_low, eps_high)."""
+    """The metrics of the updates, each of which is a list of (micro-batch, log-probs, loss). ratio:
+    "sequence" or "token", the importance ratio that is clipped to clip_range."""
     first = []  # log s of the responses in the first optimizer step
     later = []  # log s in all later ones
     clipped_tokens = 0
@@ -66,10 +63,8 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
 
 
 def evaluation_metrics(rollout, scores, own_metrics, group_size):
-    """The metrics of an evaluation, and "eval_results" with a dict for each response.
-
-    scores: {name: rewards (B,)}; a mean of zeros and ones has Wilson's 95% interval if there is one
-    response to each question. own_metrics: what the reward has reported."""
+    """The metrics of an evaluation, and "eval_results" with a dict for each response. scores:
+    {name: rewards (B,)}; own_metrics: what the reward has reported."""
     results = []
     for question, text, response in zip(rollout.questions, rollout.texts, rollout.responses):
         answer = question.get("answer")
@@ -92,11 +87,11 @@ def evaluation_metrics(rollout, scores, own_metrics, group_size):
 
 
 def wilson(successes, n):
-    """Wilson's 95% interval for the share successes / n, as (low, high)."""
+    """Wilson's 95% interval for the share successes / n, as [low, high]."""
     z2 = 1.96**2
     centre = successes + z2 / 2
     half = (z2 * (successes * (n - successes) / n + z2 / 4)) ** 0.5
-    return (centre - half) / (n + z2), (centre + half) / (n + z2)
+    return [(centre - half) / (n + z2), (centre + half) / (n + z2)]
 
 
 def outcome(before, after):
@@ -116,8 +111,7 @@ def outcome(before, after):
 
 
 def notes(rows, results):
-    """{"notes": [...]} if the last row, or the results of its evaluation, show something that the
-    user should know, else {}."""
+    """{"notes": [...]} if the user should know something about the last row or its results."""
     row = rows[-1]
     found = []
     texts = Counter(result["response"].strip(" \n.").casefold() for result in results)

@@ -3,7 +3,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -77,10 +76,9 @@ def show(text):
 
 @contextlib.contextmanager
 def tf32_matmuls():
-    """TF32 for the matrix products of the backward pass, which makes them faster on CUDA.
-
-    It changes a gradient by a relative error of about 1e-3. The forward pass stays in float32: TF32
-    would change log s by 2e-4, almost as much as GSPO's clip range. CPUs do not have it."""
+    """TF32 for the matrix products of the backward pass, which makes them faster on CUDA. It
+    changes a gradient by a relative error of about 1e-3. In the forward pass, it would change log s
+    by 2e-4, almost as much as GSPO's clip range."""
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         yield
@@ -94,13 +92,11 @@ def check_trainable(model):
     if not trained:
         raise ValueError("all weights of the model are frozen, as those of a LoRA folder are")
     if any(parameter.dtype != torch.float32 for parameter in trained):
-        raise ValueError(f"the model is in {model.dtype}, in which most updates round to nothing. "
-                         "Load it in float32: from_pretrained(..., dtype=torch.float32)")
+        raise ValueError(f"the model is in {model.dtype}, where updates round to 0: use float32")
 
 
-def check_finite(model, grad_norms, step):
-    """FloatingPointError: the gradients of this step or the weights after it are not finite."""
-    is_finite = all(parameter.isfinite().all() for parameter in model.parameters())
-    if not all(map(math.isfinite, grad_norms)) or not is_finite:
+def check_finite(model, step):
+    """FloatingPointError: the weights are not finite, which a gradient makes them if it is not."""
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise FloatingPointError(f"step {step}: the loss or the weights are not finite. Use a lower"
                                  " --learning_rate and another --output_dir")

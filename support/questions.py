@@ -20,16 +20,13 @@ PARTS = {"train": "train", "training": "train", "test": "test", "validation": "v
 
 
 def load_questions(cfg, reward=None):
-    """(questions to train on, held-out questions), as lists of dicts.
-
-    The test split is held out. If there is none, the validation split is held out, or else a random
-    sample of the training part, which is the same for each --seed. ValueError: there is no training
-    part, or a row has no question, or no answer that the default reward can use."""
+    """(questions to train on, held-out questions), as lists of dicts. The test split is held out,
+    or else the validation split, or else a random sample of the training part, which is the same
+    for each --seed. ValueError: there is no training part, or a row cannot be used."""
     splits = load_splits(cfg.dataset)
     is_graded = reward not in (None, correctness_reward)
     if not splits.get("train"):
-        counts = {name: len(rows) for name, rows in splits.items()}
-        raise ValueError(f"there is no train part with rows; the rows of each part: {counts}")
+        raise ValueError(f"there is no train part with rows; it has the parts {list(splits)}")
     questions = splits.pop("train")
     name = "test" if "test" in splits else "validation"
     held_out = splits.pop(name, None)
@@ -40,8 +37,6 @@ def load_questions(cfg, reward=None):
         order = random.Random(0).sample(range(len(questions)), len(questions))
         held_out = [questions[i] for i in sorted(order[:n])]
         questions = [questions[i] for i in sorted(order[n:])]
-    elif not held_out:
-        tqdm.write(f"note: the {name} part has no rows, so nothing is evaluated")
     if splits:
         tqdm.write(f"note: these parts of the data are not used: {', '.join(splits)}")
     seen = {tuple(row["question"].split()) for row in questions}  # white space does not count
@@ -49,10 +44,8 @@ def load_questions(cfg, reward=None):
     if len(unseen) < len(held_out):
         tqdm.write(f"note: {len(held_out) - len(unseen)} held-out questions are left out, because "
                    "they are training questions, too")
-    held_out = unseen[:cfg.eval_size]
-    if held_out:
-        describe(held_out)
-    return questions, held_out
+    describe(unseen[:cfg.eval_size])
+    return questions, unseen[:cfg.eval_size]
 
 
 def describe(held_out):
@@ -63,37 +56,32 @@ def describe(held_out):
     for answer, count in answers.most_common(1):
         if 2 * count > n > 1:
             text += f". {answer!r:.60} is the answer to {count / n:.0%} of them"
-    if n < 12:  # a file of 60 rows has 12
+    if n == 0:
+        text += ", so nothing is evaluated"
+    elif n < 12:  # a file of 60 rows has 12
         low, high = wilson(n / 2, n)
         text += (". So few show little: if half of the responses are correct, the 95% interval is "
                  f"{low:.0%} to {high:.0%}. Use a file of at least 60 rows, better of 500")
     tqdm.write(text)
 
 
-def check_rows(rows, part, is_graded):
-    """ValueError: a row has no question, or (unless a reward of your own grades it) no answer that
-    the default reward can use, or not the columns of the others."""
-    check_columns(rows, part)
+def check_rows(rows, part="train", is_graded=True):
+    """ValueError: a row has no question, or other columns than the first row, or (unless a reward
+    of your own grades it) no answer that the default reward can use."""
     for i, row in enumerate(rows, 1):
+        if row.keys() != rows[0].keys():
+            columns = row.keys() ^ rows[0].keys()
+            raise ValueError(f"{part}: row {i} has other columns than row 1: {columns}")
         is_text = isinstance(row.get("question"), str) and row["question"]
         if not is_text or not (is_graded or gold_answer(row.get("answer"))):
             raise ValueError(f"{part}: row {i} needs a question, which is a text, and, without a "
                              f"reward of yours, an answer like '42' or '... #### 42'; it is {row}")
 
 
-def check_columns(rows, part="train"):
-    """ValueError: these rows, which are dicts, do not all have the same columns."""
-    for i, row in enumerate(rows, 1):
-        if row.keys() != rows[0].keys():
-            raise ValueError(f"{part}: row {i} has other columns than row 1, such as "
-                             f"{min(row.keys() ^ rows[0].keys(), key=str)}")
-
-
 def load_splits(dataset):
-    """{"train": rows, "test": rows, ...} of a file, of a folder of files, or from the hub.
-
-    The package datasets reads folders that it has written, copies from the hub, and shards. Files
-    with the name of a part, such as train.csv, are read here, with messages that name the row."""
+    """{"train": rows, "test": rows, ...} of a file, of a folder of files, or from the hub. Files
+    with the name of a part, such as train.csv, are read here, with messages that name the row. The
+    package datasets reads folders that it has written, copies from the hub, and shards."""
     path = Path(dataset)
     if path.is_file():
         return {"train": read_rows(path)}
@@ -137,22 +125,20 @@ def read_rows(path):
             unique_columns([(name, None) for name in pyarrow.parquet.read_schema(path).names])
             rows = pyarrow.parquet.read_table(path).to_pylist()
         else:
-            rows = text_rows(data, kind)
+            rows = text_rows(data.decode("utf-8-sig"), kind)
         for i, row in enumerate(rows, 1):
             is_short = kind == ".csv" and None in row.values()
             if not isinstance(row, dict) or None in row or is_short:
                 raise ValueError(f"row {i} does not have the form of the others: {row!r:.100}")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path.name} is not in UTF-8. Save it as 'CSV UTF-8' or UTF-8") from None
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path.name}: {error}") from None
     return rows
 
 
-def text_rows(data, kind):
+def text_rows(text, kind):
     """The rows of a .csv file, of one JSON list, or of lines of JSON."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError("it is not in UTF-8. Save it as 'CSV UTF-8' or as UTF-8 text") from None
     if kind == ".csv":
         if ";" in text.partition("\n")[0]:
             raise ValueError("its columns are separated by semicolons. Save it with commas")
@@ -181,8 +167,7 @@ def unique_columns(pairs):
 
 
 def unused_questions(questions, cfg, steps):
-    """All questions in a random order, then in another one, and so on, but not those of the first
-    `steps` steps."""
+    """The questions in one random order after the other, from the step after `steps` steps on."""
     orders = (random.Random(f"{cfg.seed} {epoch}") for epoch in itertools.count())
     stream = itertools.chain.from_iterable(rng.sample(questions, len(questions)) for rng in orders)
     return itertools.islice(stream, steps * cfg.prompts_per_step, None)

@@ -6,11 +6,12 @@ import traceback
 
 import torch
 
-TAKEN = {  # the other names in the rows of a log, in evaluations after "eval_"
-    "step", "settings", "notes", "reward", "reward_interval", "last_number", "last_number_interval",
-    "questions", "results", "best_constant", "response_length", "cut", "equal_reward_groups",
-    "entropy", "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max",
-    "log_ratio_mean", "log_ratio_std", "seconds", "seconds_rollout"}
+TAKEN = set(  # the other names in the rows of a log, in evaluations after "eval_"
+    "step settings notes reward reward_interval last_number last_number_interval questions "
+    "results best_constant response_length cut equal_reward_groups entropy sampler_gap loss "
+    "grad_norm clip_fraction log_ratio_first_max log_ratio_mean log_ratio_std seconds "
+    "seconds_rollout".split())
+
 
 # An answer is what matches PLACE. Everything that this grammar does not name makes it no answer.
 THOUGHT = r"(?i:(?:\w+:)?(?:think(?:ing)?|thought|reasoning)[>\]])"
@@ -59,16 +60,13 @@ class RewardError(ValueError):
 
 
 def score(reward, questions, texts, **more):
-    """The reward of each text, (B,). questions: the row of the question of each text.
-
-    As in TRL, the reward function gets all columns of the questions, and the keywords `more`. These
-    are copies, which it may change. RewardError: it raised an exception, or did not return one
-    finite number per text."""
+    """The reward of each text, (B,). questions: the row of the question of each text. As in TRL,
+    the reward function gets copies of all columns of the questions, and the keywords `more`.
+    RewardError: it raised an exception, or did not return one finite number per text."""
     name = getattr(reward, "__qualname__", type(reward).__name__)
     taken = questions[0].keys() & {"prompts", "completions", *more}
     if taken:
-        raise RewardError(f"rename the columns {sorted(taken)} of the data: each reward function "
-                          "gets other values by these names")
+        raise RewardError(f"rename the columns {sorted(taken)}: a reward gets these names already")
     columns = {column: [copy.deepcopy(row[column]) for row in questions] for column in questions[0]}
     try:
         returned = reward(prompts=[row["question"] for row in questions], completions=list(texts),
@@ -89,12 +87,11 @@ def score(reward, questions, texts, **more):
 
 
 def score_rollout(reward, rollout, cfg, step=None):
-    """(rewards (B,), metrics): the rewards of a Rollout, and what the reward has reported.
-
-    Besides what `score` gives it, the reward gets completion_ids (the token ids of each response),
-    cut (whether a response reached the length limit), step (None in the trial and in evaluations),
-    and log_metric(name, value), as in TRL: the values, which may be lists, go into the row of the
-    step. It may be called until the step ends. ValueError: the name is taken."""
+    """(rewards (B,), metrics): the rewards of a Rollout, and what the reward has reported. Besides
+    what `score` gives it, it gets completion_ids (the token ids of each response), cut (whether a
+    response reached the length limit), step (None in the trial and in evaluations), and
+    log_metric(name, value), as in TRL: the values, which may be lists, go into the row of the step.
+    It may be called until the step ends. ValueError: the name is taken."""
     metrics = {}
 
     def log_metric(name, value):

@@ -13,7 +13,8 @@ def end_tokens(model, tokenizer):
     ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]
-    ids = {tokenizer.eos_token_id, *ids} - {None}
+    ids = {tokenizer.eos_token_id, *ids}
+    ids.discard(None)
     if not ids:
         raise ValueError("neither the tokenizer nor the model has an end token")
     return torch.tensor(sorted(ids), device=model.device)
@@ -52,11 +53,9 @@ def next_logits(model, cache, ids, mask, positions):
 
 
 def next_tokens(logits, temperature):
-    """(tokens (n, 1), their log-probs (n, 1)), drawn at this temperature or, at 0, greedy.
-
-    torch.multinomial draws V random numbers per row, which takes ten times as long on a CPU."""
+    """(tokens (n, 1), their log-probs (n, 1)), drawn at this temperature or, at 0, greedy."""
     probs = torch.softmax(logits.float() / (temperature or 1), dim=-1)
-    if temperature:  # the token at which the cumulative probability meets a random number
+    if temperature:  # on a CPU, torch.multinomial takes ten times as long as this
         cumulative = probs.cumsum(-1)
         uniform = 1 - torch.rand(len(probs), 1, device=probs.device)  # in (0, 1], so never p = 0
         tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
@@ -68,7 +67,6 @@ def next_tokens(logits, temperature):
 
 def prefill(model, cache, prompts, group_size):
     """Read each prompt once, and then copy its keys and values for each response of its group.
-
     Returns the logits (B, V) of the first tokens, and the mask (B, L) of the prompts, which are
     padded on the left so that all responses start in the same column."""
     ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
@@ -84,7 +82,6 @@ def prefill(model, cache, prompts, group_size):
 
 def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids):
     """Sample `group_size` responses to each prompt at `temperature` (0: greedy).
-
     prompts: lists of token ids; end_ids (n,): the ids that end a response. Returns the B responses,
     group by group, as lists of token ids with the end token, and their log-probs (B, max_length),
     0 after the end (at temperature 0, those of temperature 1). A sampler of your own may return a

@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from support.metrics import outcome
 from support.models import check_trainable, note, show
-from support.questions import check_columns
+from support.questions import check_rows
 
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
               "rollout_rows", "save_steps", "eval_steps", "eval_size"}
@@ -34,11 +34,10 @@ class Run:
     """The rows of a run, one dict per step, and its files. It has none without an output_dir."""
 
     def __init__(self, cfg, model, tokenizer, optimizer, questions, state=None, user_state=None):
-        """state: from load_state, and then model, optimizer and user_state continue from it.
-        ValueError: these arguments cannot be used for training."""
+        """state: from load_state. ValueError: these arguments cannot be used for training."""
         if not questions:
             raise ValueError("there are no questions to train on")
-        check_columns(questions)
+        check_rows(questions)
         check_trainable(model)
         torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
         self.folder = Path(cfg.output_dir).absolute() if cfg.output_dir else None
@@ -64,8 +63,8 @@ class Run:
 
     def add(self, row, results, is_saved):
         """Add the row of the next step and the results of its evaluation, and report them."""
-        self.rows.append(row)
-        self.results = results
+        self.rows.append(plain(row))
+        self.results = plain(results)
         if self.folder:
             if is_saved:
                 self.save()
@@ -87,9 +86,8 @@ class Run:
     def save(self):
         """Write state.pt, from which a run is resumed. The old one stays until this is complete.
         OSError: it cannot be written. ValueError: the user_state could not be read again."""
-        state = {"rows": plain(self.rows), "results": plain(self.results),
-                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-                 "user_state": self.user_state}
+        state = {"rows": self.rows, "results": self.results, "model": self.model.state_dict(),
+                 "optimizer": self.optimizer.state_dict(), "user_state": self.user_state}
         partial = self.folder / "partial"
         try:
             torch.save(state, partial)
@@ -126,15 +124,14 @@ class Run:
 
 def fingerprint(cfg, questions):
     """The settings of a run and the hash of its questions, which must not change on resuming."""
-    eps_low, eps_high = cfg.clip_range()
+    low, high = cfg.clip_range()
     crc = zlib.crc32(repr(questions).encode())
-    more = {"output_dir": None, "eps_low": eps_low, "eps_high": eps_high, "questions": crc}
-    return vars(cfg) | more  # without output_dir, because a log may be moved
+    # A log may be moved, so output_dir is left out.
+    return vars(cfg) | {"output_dir": None, "eps_low": low, "eps_high": high, "questions": crc}
 
 
 def load_state(cfg, questions):
-    """The state of the run in output_dir, or None. ValueError: it cannot be read, or the run has
-    other settings."""
+    """The state of the run in output_dir, or None. ValueError: it does not fit these settings."""
     path = Path(cfg.output_dir, "state.pt")
     if not path.exists():
         return None
@@ -156,16 +153,14 @@ def load_state(cfg, questions):
     return state
 
 
-def as_json(value):
-    """A value that JSON does not know: a number of numpy or torch as a number, others as a text."""
-    return value.item() if getattr(value, "ndim", None) == 0 else str(value)
+def plain(value):
+    """As JSON has it: a number of numpy or torch is a number, and any other object is a text."""
+    def as_json(other):
+        return other.item() if getattr(other, "ndim", None) == 0 else str(other)
 
-
-def plain(rows):
-    """These dicts as torch.load and JSON can read them, whatever columns the questions have."""
-    return json.loads(json.dumps(rows, default=as_json))
+    return json.loads(json.dumps(value, default=as_json))
 
 
 def write_lines(rows, path):
-    lines = [json.dumps(row, ensure_ascii=False, default=as_json) + "\n" for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")

@@ -84,7 +84,7 @@ FOLDERS = {
         "data/test-00000-of-00001.parquet": parquet(ROWS[12:])},
 }
 REFUSED = {  # with the default reward: the files, and the words of the line
-    "no train file": ({"test.jsonl": TEST}, ["there is no train part with rows", "{'test': 3}"]),
+    "no train file": ({"test.jsonl": TEST}, ["there is no train part with rows", "['test']"]),
     "several data sets": (
         {"main/train.jsonl": TRAIN, "socratic/train.jsonl": TRAIN},
         ["Add one of these folders: ['main', 'socratic']"]),
@@ -239,4 +239,4 @@ class TestHeldOutQuestions:
     @pytest.mark.parametrize("files", [{"test.jsonl": ""}, {"test.csv": "question,answer\n"}])
     def test_that_are_missing_in_a_test_file_are_noted(self, tmp_path, capsys, files):
         assert load(write(tmp_path, {"train.jsonl": TRAIN, **files})) == (ROWS[:12], [])
-        assert "note: the test part has no rows" in capsys.readouterr().out
+        assert "note: 0 questions are held out, so nothing is evaluated" in capsys.readouterr().out
