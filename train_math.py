@@ -55,9 +55,8 @@ ALGORITHMS = {
 @dataclass
 class Settings:
     model: str = flag("Qwen/Qwen2.5-0.5B-Instruct", "hub id or folder")
-    dataset: str = flag(
-        "openai/gsm8k", "hub id, folder with train and test files, or one file; each row has a "
-        "question and an answer, '42' or '... #### 42'")
+    dataset: str = flag("openai/gsm8k", "hub id, folder with train and test files, or one file; "
+                        "each row has a question and an answer, '42' or '... #### 42'")
     output_dir: str = flag("runs/math", "a run that is saved there is resumed")
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
     seed: int = flag(0, "seed of the order of the questions and of the sampling")
@@ -78,8 +77,7 @@ class Settings:
     temperature: float = flag(1.0, "sampling temperature; log-probs are computed at it, too")
     max_completion_length: int = flag(512, "tokens per response; a longer response is cut")
     # Memory and evaluation
-    micro_batch_tokens: int | None = flag(
-        None, "tokens per forward pass in the update; default: what fits the memory of the GPU")
+    micro_batch_tokens: int | None = flag(None, "tokens per forward pass; default: by GPU memory")
     rollout_rows: int = flag(256, "responses sampled at once; half as many if greedy")
     save_steps: int = flag(25, "rollouts between two saves of the run")
     eval_steps: int | None = flag(None, "rollouts between two evaluations; default: save_steps")
@@ -177,10 +175,9 @@ class MicroBatch:
 def build_minibatches(rollout, advantages, cfg, keeps_all=False):
     """Split a rollout into minibatches, one per optimizer step: lists of micro-batches.
     A micro-batch holds at most micro_batch_tokens, or a single response. It serves for the old and
-    the new log-probs. With other padding or other neighbours, the same log-probs would be rounded
-    differently, which would matter for GSPO's narrow clip range. Responses with advantage 0 have no
-    gradient and are left out, as are empty minibatches, but train_step counts them in the
-    denominator. keeps_all: all responses stay, for a loss with a KL or entropy term."""
+    the new log-probs, because other padding or neighbours would round them differently. Responses
+    with advantage 0 have no gradient and are left out, as are empty minibatches, but train_step
+    counts them in the denominator. keeps_all: all stay, for a loss with a KL or entropy term."""
     n = len(rollout.responses)
     lengths = {i: len(rollout.prompts[i] + rollout.responses[i]) for i in range(n)}
     size = n // cfg.minibatches  # a multiple of group_size
@@ -328,7 +325,6 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **
 def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, on_step=None,
           user_state=None, **replaced):
     """Train for max_steps rollouts, from the beginning or from a saved state.
-
     questions, held_out: dicts with a "question" and the columns that the reward needs. state: from
     load_state. on_step: called with the row of each step, to which it may add, such as wandb.log.
     If it returns True, or the Event `stop` is set, the run ends after the step. user_state: a dict

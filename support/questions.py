@@ -44,12 +44,7 @@ def load_questions(cfg, reward=None):
     if len(unseen) < len(held_out):
         tqdm.write(f"note: {len(held_out) - len(unseen)} held-out questions are left out, because "
                    "they are training questions, too")
-    describe(unseen[:cfg.eval_size])
-    return questions, unseen[:cfg.eval_size]
-
-
-def describe(held_out):
-    """A note: how many held-out questions there are, and whether they can show little."""
+    held_out = unseen[:cfg.eval_size]
     n = len(held_out)
     text = f"note: {n} questions are held out"
     answers = Counter(str(row["answer"]) for row in held_out if "answer" in row)
@@ -63,6 +58,7 @@ def describe(held_out):
         text += (". So few show little: if half of the responses are correct, the 95% interval is "
                  f"{low:.0%} to {high:.0%}. Use a file of at least 60 rows, better of 500")
     tqdm.write(text)
+    return questions, held_out
 
 
 def check_rows(rows, part="train", is_graded=True):

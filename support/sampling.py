@@ -1,5 +1,4 @@
 """How train_math.py samples responses. dynamic_rollout is the sampler for CPUs.
-
 cuda_sampling.py has a faster one for CUDA, and `generate`, which chooses. A sampler of your own,
 for main(generate=f), is a function with the arguments and the results of dynamic_rollout."""
 import torch

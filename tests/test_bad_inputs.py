@@ -312,8 +312,8 @@ UNFIT = {
     "Cohere": (config("logit_scale", 0.5), "logit_scale"),
     "bfloat16": (lambda model, _: model.bfloat16(), "the model is in torch.bfloat16.*float32"),
     "frozen": (lambda model, _: model.requires_grad_(False), "frozen"),
-    "frozen in bfloat16": (frozen_in(torch.bfloat16), "frozen weights are not in float32"),
-    "frozen in float16": (frozen_in(torch.float16), "frozen weights are not in float32"),
+    "frozen in bfloat16": (frozen_in(torch.bfloat16), "frozen weights not in float32"),
+    "frozen in float16": (frozen_in(torch.float16), "frozen weights not in float32"),
 }
 
 
