@@ -1,8 +1,7 @@
-"""evidence/: the tables follow from the logs, the losses have the gradients of
-their formulas, and no run is made twice."""
+"""evidence/: the tables follow from the logs, the losses have the gradients of their formulas, and
+no run is made twice."""
 import json
 import math
-import random
 import re
 import statistics
 
@@ -15,9 +14,7 @@ import train_math
 from evidence import (
     compare,
     lesson_seeds,
-    rounding,
     settings,
-    speed,
     stale,
     successors,
     sums,
@@ -86,12 +83,6 @@ def test_pages_show_the_means_of_the_changed_gradients(page):
     assert len(rows) >= 3 and set(rows) <= set(means)
 
 
-def test_each_word_of_the_comparison_with_trl_is_one_token():
-    """Otherwise the prompts are longer than planned, and a minibatch has two micro-batches."""
-    tokenizer = speed.make_tokenizer(512)
-    assert tokenizer("w12 w3 w100").input_ids == [12, 3, 100]
-
-
 # ---- comparisons on tiny models ------------------------------------------------------------------
 
 
@@ -108,16 +99,15 @@ def batch():
     return new, old, advantages, mask
 
 
-def gradient(loss, batch, eps=(0.01, 0.02), **extra):
+def gradient(loss, batch, eps=(0.01, 0.02)):
     log_probs, *others = batch
     log_probs = log_probs.clone().requires_grad_()
-    value = loss(log_probs, *others, *eps, 6, **extra)
-    value.backward()
+    loss(log_probs, *others, *eps, 6).backward()
     return log_probs.grad
 
 
 # What a response with the token ratios r (n,) and the advantage a adds to the gradient of the
-# objective. In the order of the table below.
+# objective:
 
 
 def inside(r, a, low, high):
@@ -132,21 +122,14 @@ def sapo(r, a, n, low, high):
 
 
 def gmpo(r, a, n, low, high):
-    low = math.exp(-low)
-    high = math.exp(high)
-    if a > 0:
-        clipped = r.clamp(max=high)
-    else:
-        clipped = r.clamp(min=low)
-    mean = clipped.prod() ** (1 / n)
-    return a * mean / n * inside(r, a, low, high)
+    low, high = math.exp(-low), math.exp(high)
+    clipped = r.clamp(max=high) if a > 0 else r.clamp(min=low)
+    return a * clipped.prod() ** (1 / n) / n * inside(r, a, low, high)
 
 
 def fspo(r, a, n, low, high):
-    low = math.exp(-low * n**0.5)
-    high = math.exp(high * n**0.5)
-    whole = r.prod()
-    return a * whole * inside(whole, a, low, high)
+    low, high = math.exp(-low * n**0.5), math.exp(high * n**0.5)
+    return a * r.prod() * inside(r.prod(), a, low, high)
 
 
 def gspo(r, a, n, low, high):
@@ -154,106 +137,63 @@ def gspo(r, a, n, low, high):
     return a * s / n * inside(s, a, 1 - low, 1 + high)
 
 
-def luspo(r, a, n, low, high):
-    return n * gspo(r, a, n, low, high)
-
-
-def grpo(r, a, n, low, high):
-    return tokens(r, a, n, low, high) / n
-
-
 def tokens(r, a, n, low, high):
     return a * r * inside(r, a, 1 - low, 1 + high)
 
 
-def cispo(r, a, n, low, high):
+def capped(r, a, n, low, high):
     return a * r.clamp(max=1 + high)
 
 
-def token_weight_and_sequence_gate(r, a, n, low, high):
+def sequence_gate(r, a, n, low, high):
     return a * r / n * inside(r.prod() ** (1 / n), a, 1 - low, 1 + high)
 
 
-def capped(r, a, n, low, high):
-    return a * r.clamp(max=1.1) / n
+MEAN_LENGTH = 4.5  # of responses of 2 to 7 tokens
+FORMULAS = [  # the loss; the formula, multiplied by which factor; eps_low, eps_high
+    (successors.sapo_loss, sapo, lambda n, a: 1, 5.0, 3.0),
+    (successors.gmpo_loss, gmpo, lambda n, a: 1, 0.1, 0.15),
+    (successors.fspo_loss, fspo, lambda n, a: 1, 0.1, 0.2),
+    (successors.luspo_loss, gspo, lambda n, a: n, 0.01, 0.02),
+    (successors.dapo_loss, tokens, lambda n, a: 1 / MEAN_LENGTH, 0.1, 0.2),
+    (successors.dr_grpo_loss, tokens, lambda n, a: 1 / successors.BUDGET, 0.1, 0.2),
+    (successors.cispo_loss, capped, lambda n, a: 1 / MEAN_LENGTH, None, 0.2),
+    (successors.surrogate("token", "token"), tokens, lambda n, a: 1 / n, 0.1, 0.2),
+    (successors.surrogate("sequence", "sequence"), gspo, lambda n, a: 1, 0.01, 0.02),
+    (successors.surrogate("token", "sequence"), sequence_gate, lambda n, a: 1, 0.01, 0.02),
+    (successors.surrogate("token", "one", cap=1.2), capped, lambda n, a: 1 / n, 0.1, 0.2),
+    (successors.surrogate("token", "token", negatives=0.25), tokens,
+     lambda n, a: (1 if a > 0 else 0.25) / n, 0.1, 0.2),
+]
 
 
-def quarter_of_negatives(r, a, n, low, high):
-    return grpo(r, a, n, low, high) * (1 if a > 0 else 0.25)
+@pytest.mark.parametrize("loss, formula, factor, low, high", FORMULAS)
+def test_losses_have_the_gradient_of_their_formula(batch, loss, formula, factor, low, high):
+    new, old, advantages, mask = batch
+    given = gradient(loss, (new.masked_fill(~mask, math.nan), *batch[1:]), (low, high))
+    expected = torch.zeros_like(given)
+    for i, a in enumerate(advantages):
+        r = (new - old)[i, mask[i]].exp()
+        pushed = formula(r, a, len(r), low, high) * factor(len(r), a)
+        expected[i, mask[i]] = -pushed / 6
+    assert_close(given, expected)
+    if formula not in (sapo, capped):
+        dropped = given[mask] == 0
+        assert dropped.any() and not dropped.all()
 
 
-class TestLosses:
-    mean_length = 4.5  # of responses of 2 to 7 tokens
-
-    @pytest.mark.parametrize("loss, weights, low, high, divisor", [
-        (successors.sapo_loss, sapo, 5.0, 3.0, 1),
-        (successors.gmpo_loss, gmpo, 0.1, 0.15, 1),
-        (successors.fspo_loss, fspo, 0.1, 0.2, 1),
-        (successors.luspo_loss, luspo, 0.01, 0.02, 1),
-        (successors.dapo_loss, tokens, 0.1, 0.2, mean_length),
-        (successors.dr_grpo_loss, tokens, 0.1, 0.2, successors.BUDGET),
-        (successors.cispo_loss, cispo, None, 0.2, mean_length),
-        (successors.surrogate("token", "token"), grpo, 0.1, 0.2, 1),
-        (successors.surrogate("sequence", "sequence"), gspo, 0.01, 0.02, 1),
-        (successors.surrogate("token", "sequence"), token_weight_and_sequence_gate, 0.01, 0.02, 1),
-        (successors.surrogate("token", "one", cap=1.1), capped, 0.01, 0.02, 1),
-        (successors.surrogate("token", "token", negatives=0.25), quarter_of_negatives, 0.1, 0.2, 1),
-    ])
-    def test_have_the_gradient_of_their_formula(self, batch, loss, weights, low, high, divisor):
-        new, old, advantages, mask = batch
-        padded = new.masked_fill(~mask, math.nan), old, advantages, mask
-        given = gradient(loss, padded, (low, high))
-        expected = torch.zeros_like(given)
-        for i, a in enumerate(advantages):
-            own = mask[i]
-            r = (new - old)[i, own].exp()
-            pushed = weights(r, a, len(r), low, high)
-            expected[i, own] = -pushed / divisor / 6
-        assert_close(given, expected)
-        if weights not in (sapo, cispo, capped):
-            dropped = given[mask] == 0
-            assert dropped.any() and not dropped.all()
-
-    def test_dr_grpo_does_not_divide_by_the_standard_deviation(self):
-        rewards = tensor([3.0, 0, 0, 1, 1, 1])
-        centred = successors.centred_advantages(rewards, 3)
-        assert centred.tolist() == [2, -1, -1, 0, 0, 0]
+def test_dr_grpo_does_not_divide_by_the_standard_deviation():
+    centred = successors.centred_advantages(tensor([3.0, 0, 0, 1, 1, 1]), 3)
+    assert centred.tolist() == [2, -1, -1, 0, 0, 0]
 
 
-def test_rounding_decodes_given_responses(fresh):
-    model, _ = fresh
-    prompts = [[5, 6], [7]]
-    responses, log_probs = rounding.generate(model, prompts, 6)
-    assert_close(rounding.decode(model, prompts, responses), log_probs)
-
-
-class TestTasks:
-    def test_fibonacci_has_correct_answers(self):
-        for seed in range(50):
-            rng = random.Random(seed)
-            row = tasks.fibonacci(rng, 3, 30)
-            a, b, label = row["question"]
-            a, b = int(a), int(b)
-            n = tasks.LABELS.index(label) + 1
-            for _ in range(n):
-                a, b = b, (a + b) % 10
-            assert row["answer"] == f"#### {b}"
-            assert row["worked"].endswith(f"\n#### {b}")
-            assert len(row["worked"]) == 6 * n + 7
-
-    @pytest.mark.parametrize("task", ["long", "short", "30 tokens"])
-    def test_held_out_questions_are_not_trained_on(self, task):
-        questions = tasks.TASKS[task].questions
-        held_out = {row["question"] for row in questions("held out", 256)}
-        assert len(held_out) > 50
-        for seed in range(9):
-            trained = {row["question"] for row in questions(seed, 192)}
-            assert not held_out & trained
-
-    def test_a_label_after_the_answer_is_not_an_exponent(self):
-        texts = ["a3+4=7\n#### 7", "a3+4=7\n#### 7e3+4=7", "a3+4=7\n#### 8", "7"]
-        rewards = tasks.task_reward(None, texts, ["#### 7"] * 4)
-        assert rewards == [1, 1, 0, 0]
+@pytest.mark.parametrize("task", ["long", "short", "30 tokens"])
+def test_held_out_questions_are_not_trained_on(task):
+    questions = tasks.TASKS[task].questions
+    held_out = {row["question"] for row in questions("held out", 256)}
+    assert len(held_out) > 50
+    for seed in range(9):
+        assert not held_out & {row["question"] for row in questions(seed, 192)}
 
 
 class TestRuns:
@@ -306,24 +246,6 @@ class TestRuns:
         assert not compare.missing(tuned, tables.LOGS / "learning_rates.jsonl.gz")
         assert compare.missing(tuned, path.with_name("new")) == tuned
 
-    def test_with_a_tuned_rate_have_their_settings(self, monkeypatch):
-        """Here it diverges, so it has no correct answer."""
-        trained = []
-
-        def train(cfg, *arguments, reward):
-            trained.append((cfg, train_math.ALGORITHMS["variant"].eps_low))
-            raise FloatingPointError("the loss is not finite")
-
-        monkeypatch.setattr(train_math, "train", train)
-        monkeypatch.setattr(train_math, "load", lambda folder, device: (None, None))
-        monkeypatch.setattr(compare, "cold_start", lambda task, start: {"1.0": 0.3})
-        row = compare.run_tuned(
-            {"task": "long", "start": 17, "algorithm": "GRPO", "learning_rate": 2e-4})
-        ((cfg, eps_low),) = trained
-        assert (cfg.seed, cfg.learning_rate, cfg.epochs, eps_low) == (1700, 2e-4, 4, 0.1)
-        assert row["problem"] == "the loss is not finite" and row["before"] == {"1.0": 0.3}
-        assert {*row["validation"].values(), *row["held out"].values()} == {0.0}
-
     @pytest.mark.parametrize("pieces, eps", [
         ({}, [0.01, 0.02]),
         ({"loss": ["sequence", "token", None]}, [0.1, 0.2]),
@@ -356,10 +278,8 @@ class TestRuns:
 
 def test_held_out_products_are_in_no_training_question():
     questions, held_out = sums.make_questions()
-    assert len(held_out) == 256
-    train = {frozenset(row["factors"]) for row in questions}
-    test = {frozenset(row["factors"]) for row in held_out}
-    assert not train & test
+    train, test = ({frozenset(row["factors"]) for row in rows} for rows in (questions, held_out))
+    assert len(held_out) == 256 and not train & test
     assert len(train) + len(test) == len(questions) + 256, "no product occurs twice"
     for row in held_out:
         a, b = row["factors"]
@@ -405,35 +325,6 @@ def test_a_run_has_all_answers_of_both_models_and_is_not_repeated(world, tmp_pat
 # ---- the small world of the lesson ---------------------------------------------------------------
 
 
-def test_every_fresh_run_has_the_settings_of_the_plan():
-    found = lesson_seeds.runs_of("report")
-    planned = {(name, *pair) for name in lesson_seeds.NAMES for pair in lesson_seeds.FRESH}
-    assert found and set(found) <= planned
-    plan = (TOP / "evidence" / "plans" / "lesson.md").read_text()
-    for (name, _, seed), rows in found.items():
-        settings = rows[0]["settings"]
-        assert settings["seed"] == seed
-        assert settings["learning_rate"] == 4.5e-4
-        if name in lesson_seeds.RANGES:
-            assert f"--eps_low {settings['eps_low']} --eps_high {settings['eps_high']}" in plan
-
-
-def test_a_run_of_the_lesson_is_not_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr(lesson_seeds, "LOG", tmp_path / "log.jsonl.gz")
-    monkeypatch.chdir(tmp_path)
-    line = {"variant": "GSPO", "world": 0, "seed": 1, "rows": [{"step": 0}]}
-    write_packed(lesson_seeds.LOG, {"report": [line]})
-    made = []
-    monkeypatch.setattr(lesson_seeds.tiny, "world", lambda world: made.append(world))
-    monkeypatch.setattr(lesson_seeds.tiny, "main", lambda flags: made.append(flags))
-    lesson_seeds.run("report", "GSPO", [], 0, 1)
-    assert made == []
-    with pytest.raises(FileNotFoundError):  # another seed is made; here tiny.main leaves no model
-        monkeypatch.setattr(lesson_seeds.train_math, "load", lambda *names: open("nothing"))
-        lesson_seeds.run("report", "GSPO", [], 0, 2)
-    assert len(made) == 2
-
-
 def test_the_first_command_of_the_lesson_has_the_settings_of_the_plan():
     assert tiny.FLAGS[tiny.FLAGS.index("--learning_rate") + 1] == lesson_seeds.LEARNING_RATE[1]
     for algorithm in lesson_seeds.RANGES:
@@ -468,17 +359,14 @@ def test_the_lesson_shows_numbers_of_the_logged_runs():
 
 
 def test_advantages_per_turn_leave_out_responses_without_any(tiny):
-    """As in a conversation: train_math.build_minibatches and equal_reward_groups also accept
-    advantages (B, n)."""
-    model, _ = tiny
+    """train_math.build_minibatches and equal_reward_groups also accept advantages (B, n)."""
     cfg = train_math.Settings(device="cpu", group_size=2, minibatches=1)
     advantages = torch.tensor([[0.0, 1], [0, 0], [0, 0], [0, 0]])
-    sampled = torch.full((4, 2), -1.0)
-    rollout = rollout_of([[3]] * 4, [[4, 5]] * 4, sampled)
+    rollout = rollout_of([[3]] * 4, [[4, 5]] * 4, torch.full((4, 2), -1.0))
     minibatches = train_math.build_minibatches(rollout, advantages, cfg)
     (batch,) = minibatches[0]
     assert batch.indices == [0] and torch.equal(batch.advantages, advantages[:1])
-    batch.old_log_probs = train_math.response_log_probs(model, batch, 1.0).detach()
+    batch.old_log_probs = train_math.response_log_probs(tiny[0], batch, 1.0).detach()
     row = train_math.rollout_metrics(rollout, minibatches, advantages, cfg)
     assert row["equal_reward_groups"] == 0.5
 

@@ -3,6 +3,7 @@ configurations, and compared with a measurement of the losses of TRL and verl.
 
     python -m pytest -m "slow or not slow" tests/test_is_it_gspo.py    # also TRL and verl
 """
+import collections
 import importlib
 import json
 import re
@@ -25,6 +26,8 @@ PAPER = "sequence", "responses", 4, 3e-4, 4e-4, "gspo"
 NOTHING = ("unknown",) * 6
 ONLY_LEVEL = "sequence", *NOTHING[1:]
 NO_LEVEL = "unknown", *PAPER[1:5], "unknown"
+NO_LOW = *PAPER[:3], "unknown", 4e-4, "unknown"
+NO_UPDATES = *PAPER[:2], "unknown", *PAPER[3:]
 UNKNOWN_LEVEL = "unknown", "tokens", 1, 0.2, 0.2, "unknown"  # with TRL's defaults
 TRL = ('importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, '
        'gradient_accumulation_steps=2, steps_per_generation=8')
@@ -44,20 +47,27 @@ OPENRLHF = "python -m openrlhf.cli.train_ppo_ray "
 SWIFT = "swift rlhf --rlhf_type grpo "
 
 
-def found(path, capsys, *more):
+def printed_values(capsys, *arguments):
     """The values that --json prints."""
-    is_it_gspo.main(["--json", str(path), *more])
+    is_it_gspo.main(["--json", *map(str, arguments)])
     printed = json.loads(capsys.readouterr().out)
     assert tuple(printed) == NAMES
     return tuple(printed.values())
 
 
+def output_of(*arguments):
+    """What the command prints."""
+    return subprocess.run([sys.executable, TOP / "guides/is_it_gspo.py", *arguments], check=True,
+                          capture_output=True, text=True).stdout
+
+
 @pytest.fixture
 def check(tmp_path, capsys):
+    """The values that --json prints for a file with this text."""
     def check(name, text, *more):
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
-        return found(path, capsys, *more)
+        return printed_values(capsys, path, *more)
     return check
 
 
@@ -94,7 +104,7 @@ PYTHON = {
         f"def f(**more):\n    return GRPOConfig(**{{**{AS_DICT}, **more}})\nf(epsilon=1)", NOTHING),
     "dataclasses.replace": (
         f"a = GRPOConfig({TRL.replace('3e-4', '1')})\nb = dataclasses.replace(a, epsilon=3e-4)\n"
-        "trainer = GRPOTrainer(args=b)", (*PAPER[:3], "unknown", 4e-4, "unknown")),
+        "trainer = GRPOTrainer(args=b)", NO_LOW),
     "str.replace": (
         "a = GRPOConfig(importance_sampling_level='sequence-x'.replace('-x', ''))", UNKNOWN_LEVEL),
     "later assignments": (
@@ -102,8 +112,7 @@ PYTHON = {
         "args.loss_type = 'grpo'\nargs.epsilon = 3e-4\nsetattr(args, 'epsilon_high', 4e-4)\n"
         "args.num_iterations = 4", PAPER),
     "an attribute with two values": (
-        f"a = GRPOConfig({TRL})\na.epsilon = 1\na.epsilon = 2",
-        (*PAPER[:3], "unknown", 4e-4, "unknown")),
+        f"a = GRPOConfig({TRL})\na.epsilon = 1\na.epsilon = 2", NO_LOW),
     "variables": (
         "LEVEL = 'sequence'\nlow, high = 3e-4, 4e-4\nGA = 2\ndef main():\n    n = 4\n"
         "    return GRPOConfig(importance_sampling_level=LEVEL, loss_type='grpo', epsilon=low,\n"
@@ -181,13 +190,12 @@ PYTHON = {
         ("sequence", "tokens", "unknown", "unknown", "unknown", "other_mean")),
     "a name in terms of itself": (
         f"n = 2\nn += 1\nif n:\n    n = n\na = GRPOConfig({TRL})\nif a.x:\n    a.epsilon = 1",
-        (*PAPER[:3], "unknown", 4e-4, "unknown")),
+        NO_LOW),
     "a number of devices": (
-        f"args = GRPOConfig({TRL.replace('=8', '=8 // torch.cuda.device_count()')})",
-        (*PAPER[:2], "unknown", *PAPER[3:])),
+        f"args = GRPOConfig({TRL.replace('=8', '=8 // torch.cuda.device_count()')})", NO_UPDATES),
     "a batch size of all devices": (
         f"args = GRPOConfig({TRL.replace('steps_per_generation', 'generation_batch_size')})",
-        (*PAPER[:2], "unknown", *PAPER[3:])),
+        NO_UPDATES),
     "more from elsewhere": (
         "a = GRPOConfig(importance_sampling_level='sequence', **json.load(f))", ONLY_LEVEL),
     "a config class of another file": (
@@ -226,10 +234,8 @@ SHELL = {
                   ("token", "tokens", 4, 0.2, 0.2, "not_gspo")),
     "a condition": ("if [ $1 = a ]; then\n L=gspo\nelse\n L=vanilla\nfi\n" + VERL.replace(
         "=gspo", "=$L"), NO_LEVEL),
-    "a loop": ("for L in gspo vanilla; do\n" + VERL.replace("=gspo", "=$L") + "\ndone",
-               NO_LEVEL),
-    "an argument": (VERL.replace("low=3e-4", "low=$1"),
-                    (*PAPER[:3], "unknown", 4e-4, "unknown")),
+    "a loop": ("for L in gspo vanilla; do\n" + VERL.replace("=gspo", "=$L") + "\ndone", NO_LEVEL),
+    "an argument": (VERL.replace("low=3e-4", "low=$1"), NO_LOW),
     "a configuration file": ("python a.py --config a.yaml --importance_sampling_level sequence",
                              ONLY_LEVEL),
     "OpenRLHF": (OPENRLHF + "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
@@ -251,8 +257,7 @@ SHELL = {
     "swift with Megatron": (
         "megatron rlhf --rlhf_type grpo --micro_batch_size 1 --importance_sampling_level sequence "
         "--epsilon 3e-4 --epsilon_high 4e-4 --steps_per_generation 4", PAPER),
-    "two commands": ("swift sft --gradient_accumulation_steps 16\n" + SWIFT + FLAGS,
-                     ("sequence", "responses", "unknown", 3e-4, 4e-4, "gspo")),
+    "two commands": ("swift sft --gradient_accumulation_steps 16\n" + SWIFT + FLAGS, NO_UPDATES),
     "a default of itself, and texts that are joined": (
         'E=${E:-3e-4}\n: "${H:=4e-4}"\nM="--epsilon $E --epsilon_high ${H}"\n'
         'M="$M --loss_type grpo"\n'
@@ -282,8 +287,7 @@ YAML = {
     "an unknown base": ("defaults: ../base.yaml\nloss_fn:\n  sequence_level_importance_ratios: on",
                         ONLY_LEVEL),
     "a base of an engine": ("defaults: [ppo_trainer, _self_]\n" + VERL_YAML, PAPER),
-    "an unknown base before it": ("defaults: [my_base, _self_]\n" + VERL_YAML, PAPER[:1] + (
-        "responses", "unknown", 3e-4, 4e-4, "gspo")),
+    "an unknown base before it": ("defaults: [my_base, _self_]\n" + VERL_YAML, NO_UPDATES),
     "an unknown base after it": ("defaults: [_self_, my_base]\n" + VERL_YAML, NOTHING),
     "a group": ("defaults:\n- _self_\n- actor@a.actor: dp_actor\n" + VERL_YAML, NOTHING),
     "an unknown value": ("importance_sampling_level: ${oc.env:LEVEL}", UNKNOWN_LEVEL),
@@ -337,44 +341,34 @@ def test_defaults_that_are_beside_a_file_are_followed(check):
     assert check("a.yaml", f"defaults: [_self_, base]\n{text}")[4] == 1
 
 
-def test_overrides_and_flags_without_a_file(check, capsys, tmp_path):
+def test_overrides_and_flags_without_a_file(check, capsys):
     text = "accelerate launch a.py " + FLAGS.replace("--epsilon_high=4e-4", "")
     assert check("a.sh", text, "epsilon_high=0.0004") == PAPER
-    is_it_gspo.main([*FLAGS.split(), "--json"])
-    assert tuple(json.loads(capsys.readouterr().out).values()) == PAPER
-    is_it_gspo.main([*VERL.split()[3:], "--json"])
-    assert tuple(json.loads(capsys.readouterr().out).values()) == PAPER
+    for words in FLAGS.split(), VERL.split()[3:]:
+        assert printed_values(capsys, *words) == PAPER
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_files_get_one_line(name, check):
+def test_what_cannot_be_read_gets_one_line(name, check, monkeypatch):
     with pytest.raises(SystemExit, match=f"{name} cannot be read: "):
         check(name, MALFORMED[name])
-
-
-def test_a_missing_file_gets_one_line():
     with pytest.raises(SystemExit, match="no_such.py: no such file"):
         is_it_gspo.main(["no_such.py"])
-
-
-def test_yaml_without_its_package_gets_one_line(check, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(SystemExit, match="install PyYAML"):
-        check("a.yaml", "a: 1")
+        check("c.yaml", "a: 1")
 
 
 def test_the_command_prints_what_is_set_what_is_a_default_and_a_verdict(tmp_path):
     path = tmp_path / "a.py"
     path.write_text("from trl import GRPOConfig\na = GRPOConfig(epsilon=eps, "
                     "importance_sampling_level='sequence')")
-    done = subprocess.run([sys.executable, TOP / "guides/is_it_gspo.py", path],
-                          capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    printed = output_of(path)
     for line in ("importance_sampling_level = sequence", "epsilon = eps, which cannot be read",
                  "loss_type is not set; the default of TRL 1.16 is dapo", FACTS["not_read"],
                  FACTS["verdicts"]["never_clipped"]):
-        assert line in done.stdout
-    assert done.stdout.count("\n") < 25
+        assert line in printed
+    assert printed.count("\n") < 25
 
 
 @pytest.mark.parametrize("change, expected", [
@@ -400,11 +394,6 @@ def test_every_deviation_is_named(change, expected, capsys):
         assert "2. The mean is over: tokens, summed and divided by a constant (dr_grpo)" in printed
 
 
-def test_every_other_mean_has_words():
-    others = {name for name, mean in FACTS["means"].items() if mean == "other"}
-    assert others == set(FACTS["other_means"])
-
-
 # ---- public configurations -----------------------------------------------------------------------
 
 
@@ -428,12 +417,15 @@ def as_file(settings, engine):
         f"{key}={value}" if "." in key else f"--{key} {value}" for key, value in settings.items())
 
 
-def test_there_are_enough_public_configurations():
+def test_there_are_enough_public_configurations_and_all_their_words_are_known():
     assert len({(one["repository"], one["path"]) for one in PUBLIC}) == len(PUBLIC) >= 30
     assert len({one["repository"] for one in PUBLIC}) >= 12
     assert {one["verdict"] for one in PUBLIC} == set(FACTS["verdicts"])
     assert all(len(one["commit"]) == 40 for one in PUBLIC)
     assert {one["engine"] for one in PUBLIC} <= {one["name"] for one in FACTS["engines"]}
+    assert len(DIFFERENT) + len(OF_VERL) >= 8, "the configurations whose losses are measured"
+    others = {name for name, mean in FACTS["means"].items() if mean == "other"}
+    assert others == set(FACTS["other_means"])
 
 
 @pytest.mark.parametrize("one", PUBLIC, ids=lambda one: f"{one['repository']}/{one['path']}")
@@ -445,34 +437,23 @@ def test_the_check_agrees_with_the_verdict_by_hand(one, check):
     assert check(name, text)[-1] == one["verdict"]
 
 
-def test_the_page_counts_the_public_configurations():
+def test_the_page_has_the_counts_the_engines_and_the_first_answer():
     page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
+    counts = collections.Counter(one["verdict"] for one in PUBLIC)
     section = page.split("## Public configurations")[1]
     rows = re.findall(r"(?m)^\| `(\w+)` \| (\d+) \|", section)
     assert len(rows) == 10
     for verdict in FACTS["verdicts"]:
-        count = sum(int(number) for name, number in rows if name == verdict)
-        assert count == sum(one["verdict"] == verdict for one in PUBLIC), verdict
-    never, gspo = (sum(one["verdict"] == verdict for one in PUBLIC)
-                   for verdict in ("never_clipped", "gspo"))
-    assert f"{never} of the [{len(PUBLIC)} public" in page and gspo == 7  # "seven" on the page
+        assert sum(int(number) for name, number in rows if name == verdict) == counts[verdict]
+    assert f"{counts['never_clipped']} of the [{len(PUBLIC)} public" in page
+    assert counts["gspo"] == 7  # "seven" on the page
     repositories = {one["repository"] for one in PUBLIC}
     assert f"{len(PUBLIC)} public configurations from {len(repositories)} rep" in section
-
-
-def test_the_first_answer_of_the_page_is_that_of_the_command():
-    page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
-    pattern = r'(?s)set only `(.*?)` in TRL, they are:\n\n```text\n(.*?)```'
-    file, answer = re.search(pattern, page).groups()
-    done = subprocess.run([sys.executable, TOP / "guides/is_it_gspo.py", "--" + file.split("=")[0],
-                           file.split('"')[1]], capture_output=True, text=True)
-    assert done.stdout.split(FACTS["not_read"])[1] == "\n" + answer
-
-
-def test_the_page_has_a_row_for_each_engine():
-    page = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
     for engine in FACTS["engines"]:
         assert f"\n| {engine['name']} |" in page and engine["read_in"]
+    pattern = r'(?s)set only `(\w+)="(\w+)"` in TRL, they are:\n\n```text\n(.*?)```'
+    name, value, answer = re.search(pattern, page).groups()
+    assert output_of(f"--{name}", value).split(FACTS["not_read"])[1] == "\n" + answer
 
 
 # ---- measured: the losses of TRL and verl --------------------------------------------------------
@@ -544,10 +525,6 @@ OF_TRL = [one for one in PUBLIC if one["engine"].startswith(("TRL", "Unsloth"))
           and one["verdict"] != "unknown"]
 DIFFERENT = {json.dumps(one["settings"]): one for one in OF_TRL}.values()
 OF_VERL = [one for one in PUBLIC if one["engine"].startswith("verl")]
-
-
-def test_there_are_enough_measurements():
-    assert len(DIFFERENT) + len(OF_VERL) >= 8
 
 
 @pytest.mark.slow

@@ -126,23 +126,20 @@ def test_blocks_print_what_they_say(page, command, whole, chat_model, tmp_path):
 @pytest.mark.parametrize("page", ["README.md", "lesson/README.md"])
 def test_six_lines_are_gspo_loss(page):
     """On a batch without NaN and without empty responses."""
-    names = names_of(page, "def gspo(")
+    theirs = functools.partial(names_of(page, "def gspo(")["gspo"], group_size=8)
     torch.manual_seed(0)
     old = -torch.rand(32, 9)
     start = old + 1e-3 * torch.randn(32, 9)
     rewards = torch.rand(32)
     mask = torch.arange(9) < torch.randint(1, 10, (32, 1))
-
-    def ours(new):
-        return gspo.gspo_loss(new, old, gspo.group_advantages(rewards, 8), mask, 3e-4, 4e-4)
-
-    def theirs(new):
-        return names["gspo"](new, old, rewards, mask, 8, eps_low=3e-4, eps_high=4e-4)
-
-    (value, gradient), (its_value, its_gradient) = (
-        (loss(start), torch.func.grad(loss)(start)) for loss in (ours, theirs))
-    assert torch.allclose(value, its_value, atol=1e-6) and gradient.abs().max() > 1e-3
-    assert torch.allclose(gradient, its_gradient, atol=1e-6)
+    advantages = gspo.group_advantages(rewards, 8)
+    found = []
+    for loss, given in (gspo.gspo_loss, advantages), (theirs, rewards):
+        new = start.clone().requires_grad_()
+        value = loss(new, old, given, mask, eps_low=3e-4, eps_high=4e-4)
+        found.append((value, torch.autograd.grad(value, new)[0]))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=0)
+    assert found[0][1].abs().max() > 1e-3
 
 
 def test_pencil_rows_are_the_example_s():
@@ -170,7 +167,7 @@ def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
         seen.append((completions, completion_ids, cut))
         lengths = [len(ids) for ids in completion_ids]
         log_metric("lengths", lengths)
-        return [0.01 * length - 0.5 * is_cut for length, is_cut in zip(lengths, cut)]
+        return [0.01 * length for length in lengths]
 
     rows = train(fresh, held_out=2, reward=reward, max_steps=2, max_completion_length=60)
     for texts, ids, cut in seen:
@@ -215,14 +212,13 @@ def test_the_reward_of_the_front_page_accepts_a_word_and_a_sentence():
     reward = names_of("README.md", "def reward")["reward"]
     texts = ["Paris", "The capital of France is Paris.", "paris!", "Paris or Rome", "", "Pari"]
     assert reward(texts, texts, ["Paris"] * 6) == [1, 1, 1, 0, 0, 0]
-    assert reward(["7"], ["It is 7."], [7]) == [1]  # the answer may be a number
-    assert reward("?" * 3, ["Female", '"Male".\n', ""], ["male ", "male ", ""]) == [0, 1, 0]
+    texts = ["Female", '"Male".\n', "It is 7."]
+    assert reward(texts, texts, ["male ", "male ", 7]) == [0, 1, 1]  # an answer may be a number
 
 
 def test_the_default_reward_refuses_what_the_page_says():
     for text in r"\boxed{5 + 3}", r"\boxed{7!}", r"\boxed{42 000}", "#### 5-3":
-        assert f"`{text}`" in text_of(OWN_TASK)
-        assert train_math.extract_answer(text) is None
+        assert f"`{text}`" in text_of(OWN_TASK) and train_math.extract_answer(text) is None
 
 
 def test_math_verify_accepts_fractions():
@@ -430,28 +426,27 @@ def tools(model, rollouts, i, indices):
     return gspo_term(model, start, rollout, i)[0]
 
 
-def smaller_log_probs(names, parts):
-    """An engine whose probabilities are 4% smaller: the weights of long responses reach 2."""
-
+def shifted(shift):
+    """An engine whose log-probs are larger by shift(its number) for each response."""
     def generate(*arguments):
         responses, log_probs = train_math.generate(*arguments)
-        return responses, log_probs - 0.04
+        return responses, log_probs + shift(torch.arange(len(responses)))[:, None]
 
-    parts["generate"] = generate
+    return generate
+
+
+def smaller_log_probs(names, parts):
+    """The probabilities are 4% smaller: the weights of long responses reach 2."""
+    parts["generate"] = shifted(lambda i: -0.04 + 0 * i)
 
 
 def half_smaller(names, parts):
-    """The page's other weight, which is 1 or 0, and an engine with smaller probabilities in every
-    second response."""
+    """The page's other weight, which is 1 or 0, and smaller probabilities in every second
+    response."""
     weight = re.search(r"\n    weight = .*\.float\(\)\n", text_of(RECIPES))[0]
     code = re.sub(r"\n    weight = .*\n", weight, block(RECIPES, "gspo_tis"))
     exec(code.split("\ntrain_math.main(")[0], names)
-
-    def generate(*arguments):
-        responses, log_probs = train_math.generate(*arguments)
-        return responses, log_probs - 0.04 * (torch.arange(len(responses)) % 2)[:, None]
-
-    parts["generate"] = generate
+    parts["generate"] = shifted(lambda i: -0.04 * (i % 2))
 
 
 def calculator(names, parts):
@@ -587,8 +582,7 @@ def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeyp
         equal.append(sum(row["equal_reward_groups"] for row in rows[1:]) / 6)
         assert all(row["log_ratio_first_max"] in (0, None) for row in rows[1:])
     assert [len(prompts) for prompts in seen[:4]] == [2, 24, 12, 24]  # first an evaluation
-    assert set(seen[2]) <= set(seen[1])
-    assert equal[1] < equal[0] / 2
+    assert set(seen[2]) <= set(seen[1]) and equal[1] < equal[0] / 2
 
 
 class Engine:
@@ -651,11 +645,10 @@ def test_an_engine_in_half_precision_passes_the_trial_and_another_model_does_not
 
 def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
     """Gradient checkpointing keeps less for the backward pass, and changes no number."""
-    recipe = names_of(RECIPES, "activation_checkpointing_enable")
     before, _ = train_math.load(str(world / "model"), "cpu")
     weights = [weights_of(before)]
     kept = []
-    for parts in vars(train_math), recipe:
+    for parts in vars(train_math), names_of(RECIPES, "activation_checkpointing_enable"):
         model, tokenizer = parts["load"](str(world / "model"), "cpu")
         sizes = []
 
@@ -701,27 +694,22 @@ def test_sampled_responses_get_the_log_probs_of_single_texts(tiny):
             assert torch.allclose(together[i][mask[i]], alone, atol=1e-5)
 
 
-def unpacked(x, lengths):
-    return names_of(PASTE, "x.split(lengths)", torch=torch, x=x, lengths=lengths)["log_probs"]
-
-
 @pytest.mark.parametrize("name", ["packed", "gspo_loss", "grpo_loss"])
 def test_packed_sequences_and_the_mean_over_all_tokens(name):
     """The log-probs of four responses stand one after the other. Some responses are clipped."""
+    def unpacked(x):
+        return names_of(PASTE, "x.split(lengths)", torch=torch, x=x, lengths=lengths)["log_probs"]
+
     torch.manual_seed(0)
     lengths = [3, 1, 5, 2]
     old = -torch.rand(sum(lengths), dtype=torch.float64)
     new = old + 1e-3 * torch.randn(len(old), dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
     loss = gspo.grpo_loss if name == "grpo_loss" else gspo.gspo_loss
-    names = {
-        "gspo_loss": functools.partial(loss, eps_low=3e-4, eps_high=4e-4),
-        "log_probs": unpacked(new, lengths),
-        "old_log_probs": unpacked(old, lengths),
-        "mask": unpacked(torch.ones_like(new), lengths),
-        "advantages": advantages,
-        "tokens": sum(lengths),
-    }
+    names = {"gspo_loss": functools.partial(loss, eps_low=3e-4, eps_high=4e-4),
+             "log_probs": unpacked(new), "old_log_probs": unpacked(old),
+             "mask": unpacked(torch.ones_like(new)), "advantages": advantages,
+             "tokens": sum(lengths)}
     is_packed = name == "packed"
     code = "loss = gspo_loss(log_probs, old_log_probs, advantages, mask)"
     exec(code if is_packed else block(PASTE, "denominator=tokens"), names)
@@ -729,8 +717,8 @@ def test_packed_sequences_and_the_mean_over_all_tokens(name):
     for log_ratio, advantage in zip((new - old).split(lengths), advantages):
         if name != "grpo_loss":
             log_ratio = log_ratio.mean().expand(len(log_ratio))
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
-        objective = torch.minimum(ratio * advantage, clipped * advantage)
+        ratio = log_ratio.exp() * advantage
+        limited = log_ratio.exp().clamp(1 - 3e-4, 1 + 4e-4) * advantage
+        objective = torch.minimum(ratio, limited)
         expected -= objective.mean() / 4 if is_packed else objective.sum() / sum(lengths)
     assert names["loss"].item() == pytest.approx(expected.item(), abs=1e-9)

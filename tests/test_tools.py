@@ -56,21 +56,17 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_packed_logs_come_out_as_they_went_in(tmp_path, capsys):
-    folder = tmp_path / "runs"
-    for name, rows in ("a/before", [{"step": 0, "word": "−5"}, {"step": 1}]), ("b", [{"step": 7}]):
-        path = folder / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        logs.write(path, rows)
+    runs = {"a/before": [{"step": 0, "word": "−5"}, {"step": 1}], "b": [{"step": 7}]}
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    for name, rows in runs.items():
+        logs.write(tmp_path / "runs" / f"{name}.jsonl", rows)
     packed = tmp_path / "all.jsonl"
-    logs.main(["pack", str(folder), str(packed)])
-    rows = [{"log": "a/before", "step": 0, "word": "−5"}, {"log": "a/before", "step": 1},
-            {"log": "b", "step": 7}]
-    assert logs.read(packed) == rows
+    logs.main(["pack", str(tmp_path / "runs"), str(packed)])
+    assert logs.read(packed) == [{"log": name} | row for name in runs for row in runs[name]]
     logs.append(packed, {"log": "c", "same_as": "b"})
     logs.main(["unpack", str(packed), str(tmp_path / "out")])
-    for name, source in ("a/before", "a/before"), ("b", "b"), ("c", "b"):
-        unpacked = tmp_path / "out" / f"{name}.jsonl"
-        assert unpacked.read_bytes() == (folder / f"{source}.jsonl").read_bytes()
+    for name, rows in (runs | {"c": runs["b"]}).items():
+        assert logs.read(tmp_path / "out" / f"{name}.jsonl") == rows
     with pytest.raises(SystemExit):
         logs.main(["unpack", str(tmp_path / "none.jsonl"), str(tmp_path / "out")])
     assert "none.jsonl does not exist" in capsys.readouterr().err
@@ -83,12 +79,9 @@ def test_compares_answers_to_the_same_questions():
     before = [1] * 4 + [0] * 6
     after = [0] + [1] * 8 + [0]  # 5 of 10 answers are gained, 1 is lost
     d, interval, p = paired(before, after)
-    assert d == pytest.approx(0.4)
-    assert interval == pytest.approx((-0.0111, 0.8111), abs=1e-4)
+    assert d == pytest.approx(0.4) and interval == pytest.approx((-0.0111, 0.8111), abs=1e-4)
     assert p == 2 * (1 + 6) / 2**6  # at most one of 6 changes is a loss
-    d, _, p = paired(after, before)
-    assert d == pytest.approx(-0.4)
-    assert p == 2 * (1 + 6) / 2**6
+    assert paired(after, before)[::2] == (pytest.approx(-0.4), p)
     assert paired(before, before) == (0, (0, 0), 1)
 
 
@@ -132,22 +125,30 @@ class TestEvaluate:
         evaluate.main([str(path), *flags])
         evaluate.main([str(path), *flags, "--temperature", "0", "1", "1"])
         assert "each temperature is asked once" in capsys.readouterr().out
+        first = read(path)
+        assert [row["temperature"] for row in first] == [0.0] * 3 + [1.0] * 3
+        assert [row["question"] for row in first] == [row["question"] for row in sums(11)[8:]] * 2
+        assert [row["gold"] for row in first] == ["8", "9", "10"] * 2
+        assert all(1 <= row["tokens"] <= 3 for row in first)
+        assert all(row["cut"] == (row["tokens"] == 3) for row in first)
+        evaluate.main([str(path), *flags, "--temperature", "1", "--samples", "4"])
         rows = read(path)
-        assert [row["temperature"] for row in rows] == [0.0] * 3 + [1.0] * 3
-        assert [row["question"] for row in rows] == [row["question"] for row in sums(11)[8:]] * 2
-        assert [row["gold"] for row in rows] == ["8", "9", "10"] * 2
-        assert all(1 <= row["tokens"] <= 3 for row in rows)
-        assert all(row["cut"] == (row["tokens"] == 3) for row in rows)
+        assert rows[:6] == first
+        assert [row["sample"] for row in rows[3:]] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+        responses = {tuple(row["response"] for row in rows[i:i + 3]) for i in (3, 6, 9, 12)}
+        assert len(responses) == 4
         monkeypatch.setattr(evaluate.train_math, "evaluate", nothing)
-        evaluate.main([str(path), *flags, "--temperature", "1"])
-        assert "| before | at temperature 1.0, float32 |" in capsys.readouterr().out
+        evaluate.main([str(path), *flags, "--temperature", "1", "--samples", "2"])
+        out = capsys.readouterr().out
+        assert "| before | greedy, float32 |" in out
+        assert "| before | at temperature 1.0, 4 samples, float32 |" in out
+        assert "| temperature 1.0 | pass@1 | pass@2 | pass@4 | majority@4 |" in out
         assert read(path) == rows
 
     def test_says_what_an_evaluation_of_a_run_says(self, flags, tmp_path, monkeypatch, capsys):
         """All responses are the same, and three of four answers are 7."""
-        questions = tmp_path / "questions" / "test.jsonl"
-        write_jsonl(questions, [{"question": f"{i}?", "answer": "#### 7"} for i in range(3)]
-                    + [{"question": "?", "answer": "#### 8"}])
+        rows = [{"question": f"{i}?", "answer": f"#### {7 + i // 3}"} for i in range(4)]
+        write_jsonl(tmp_path / "questions" / "test.jsonl", rows)
 
         def sample(model, tokenizer, questions, *others):
             ids = [[1]] * len(questions)
@@ -159,20 +160,6 @@ class TestEvaluate:
         out = capsys.readouterr().out
         assert "always the same answer has an accuracy of 75.0% at best" in out
         assert "note: 100% of the responses in this evaluation are the same: 'no'" in out
-
-    def test_asks_several_times(self, flags, tmp_path, capsys):
-        path = tmp_path / "before.jsonl"
-        several = ["--temperature", "1", "--samples"]
-        evaluate.main([str(path), *flags, *several, "2"])
-        first = read(path)
-        evaluate.main([str(path), *flags, *several, "4"])
-        rows = read(path)
-        assert rows[:6] == first
-        assert [row["sample"] for row in rows] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-        assert len({tuple(row["response"] for row in rows[i:i + 3]) for i in (0, 3, 6, 9)}) == 4
-        out = capsys.readouterr().out
-        assert "| before | at temperature 1.0, 4 samples, float32 |" in out
-        assert "| temperature 1.0 | pass@1 | pass@2 | pass@4 | majority@4 |" in out
 
     @pytest.mark.parametrize("left, expected", [
         (None, "float32"), ([torch.float16, torch.bfloat16], "float16"),
@@ -196,14 +183,12 @@ class TestEvaluate:
             self, flags, tmp_path):
         asked = []
 
-        def reward(prompts, completions, difficulty, **columns):
-            return [1.0] * len(completions)
-
         def encode_prompts(tokenizer, questions, cfg):
             asked.append(len(questions))
             return train_math.encode_prompts(tokenizer, questions, cfg)
 
-        line = one_line(evaluate.main, tmp_path / "a.jsonl", *flags, reward=reward,
+        line = one_line(evaluate.main, tmp_path / "a.jsonl", *flags,
+                        reward=lambda prompts, completions, difficulty, **columns: [1.0],
                         encode_prompts=encode_prompts)
         assert "difficulty" in line and asked == [1]
 
@@ -225,10 +210,8 @@ class TestEvaluate:
             line = one_line(evaluate.main, path, *flags, changed)
             assert f"{path} were asked with another {named}, or" in line
         assert "another reward" in one_line(evaluate.main, path, *flags, reward=parity_reward)
-        for temperature in "0", "1":
-            line = one_line(
-                evaluate.main, path, *flags, "--model", "other", "--temperature", temperature)
-            assert f"{path} has answers of {folder}" in line
+        line = one_line(evaluate.main, path, *flags, "--model", "other", "--temperature", "1")
+        assert f"{path} has answers of {folder}" in line
         for file in "model.safetensors", "chat_template.jinja":
             data = bytearray((folder / file).read_bytes())
             data[-20] ^= 1  # in the template, a letter
@@ -247,15 +230,15 @@ class TestEvaluate:
         write_jsonl(run / "metrics.jsonl", [
             {"step": 0, "settings": train_math.fingerprint(cfg, questions)}])
         path = tmp_path / "after.jsonl"
-        evaluate.main([str(path), "--model", str(run / "model") + "/", "--device", "cpu"])
+        flags = ["--model", str(run / "model") + "/", "--device", "cpu"]
+        evaluate.main([str(path), *flags])
         out = capsys.readouterr().out
         assert "--instruction='' --system='Be short.' --max_completion_length=3 --dataset=" in out
         assert "note: the run had" not in out
         assert read(path)[0]["settings"]["system"] == "Be short."
+        others = write_jsonl(tmp_path / "all.jsonl", sums(11))
         path = tmp_path / "other.jsonl"
-        write_jsonl(tmp_path / "all.jsonl", sums(11))
-        evaluate.main([str(path), "--model", str(run / "model"), "--device", "cpu", "--system=No.",
-                       "--dataset", str(tmp_path / "all.jsonl")])
+        evaluate.main([str(path), *flags, "--system=No.", "--dataset", others])
         assert "note: the run had other training questions" in capsys.readouterr().out
         assert read(path)[0]["settings"]["system"] == "No."
 
@@ -265,31 +248,29 @@ class TestEvaluate:
         rows = [{"question": i, "reward": i > 1, "tokens": 5} for i in range(4)]
         before = [row | {"last_number": row["question"] < 3} for row in rows]
         after = [row | {"reward": 1} for row in reversed(rows)]
-        files = [write_jsonl(tmp_path / "before.jsonl", before),
-                 write_jsonl(tmp_path / "after.jsonl", after)]
-        evaluate.main(files)
+        evaluate.main([write_jsonl(tmp_path / "before.jsonl", before),
+                       write_jsonl(tmp_path / "after.jsonl", after)])
         out = capsys.readouterr().out
         assert "| before | greedy | 2 of 4, 50.0% (15.0% to 85.0%) | 75.0% | - | - |" in out
         assert "| after | greedy | 4 of 4, 100.0% (51.0% to 100.0%) | - | +50.0% (" in out
         with pytest.raises(ValueError, match="different questions"):
             answers.difference(before, after[1:], 0.0)
 
-    @pytest.mark.parametrize("before, after, message", [
-        ("ab", "ac", "2 and 2, of which 1 are the same"),
-        ("ab", "abc", "2 and 3, of which 2 are the same"),
-        ("aab", "abb", "3 and 3, of which 2 are the same"),
+    @pytest.mark.parametrize("before, after, other, message", [
+        ("ab", "ac", {}, "2 and 2, of which 1 are the same"),
+        ("ab", "abc", {}, "2 and 3, of which 2 are the same"),
+        ("aab", "abb", {}, "3 and 3, of which 2 are the same"),
+        ("a", "a", {"gold": "4"}, "the gold answers 3 and 4"),
+        ("a", "a", {"temperature": 1.0}, "temperatures [0.0], and after at [1.0]"),
     ])
-    def test_refuses_to_compare_different_questions(self, tmp_path, before, after, message):
-        files = [answered(tmp_path / f"{name}.jsonl", [(question, 1) for question in questions])
-                 for name, questions in (("before", before), ("after", after))]
+    def test_refuses_to_compare_other_questions_or_temperatures(
+            self, tmp_path, before, after, other, message):
+        files = []
+        for name, questions, more in ("before", before, {}), ("after", after, other):
+            columns = {"gold": "3", "temperature": 0.0} | more
+            rewards = [(question, 1) for question in questions]
+            files.append(answered(tmp_path / f"{name}.jsonl", rewards, **columns))
         assert message in one_line(evaluate.main, *files)
-
-    def test_refuses_to_compare_other_answers_or_temperatures(self, tmp_path, capsys):
-        first = answered(tmp_path / "first.jsonl", [("a", 1)], gold="3", temperature=0.0)
-        other = answered(tmp_path / "other.jsonl", [("a", 1)], gold="4", temperature=0.0)
-        hot = answered(tmp_path / "hot.jsonl", [("a", 1)], gold="3", temperature=1.0)
-        assert "the gold answers 3 and 4" in one_line(evaluate.main, first, other)
-        assert "temperatures [0.0], and hot at [1.0]" in one_line(evaluate.main, first, hot)
 
     def test_a_graded_reward_has_means_without_percent_signs(self, tmp_path, capsys):
         files = [answered(tmp_path / "before.jsonl", [("a", 0.5), ("b", 0.25), ("c", 1)]),
@@ -338,13 +319,11 @@ class TestSamples:
 
     @pytest.mark.parametrize("given, expected", [
         ("7:1 7:1 8:0", 1), ("8:0 7:1 8:0", 0), ("7:1 8:0", 1 / 2), ("7:1 8:0 9:0", 1 / 3),
-        ("-:0 -:0 7:1", 1), ("-:0 -:0", 0), ("7:1 7:0 8:0", 1 / 2)])
+        (":0 :0 7:1", 1), (":0 :0", 0), ("7:1 7:0 8:0", 1 / 2)])
     def test_the_majority_has_the_most_votes(self, given, expected):
-        group = []
-        for vote in given.split():
-            answer, _, reward = vote.partition(":")
-            extracted = None if answer == "-" else answer
-            group.append({"extracted": extracted, "reward": int(reward)})
+        """given: the answer and the reward of each response."""
+        votes = [vote.split(":") for vote in given.split()]
+        group = [{"extracted": answer, "reward": int(reward)} for answer, reward in votes]
         assert answers.majority(group) == pytest.approx(expected)
 
     def sampled(self, path, correct, n):
@@ -358,19 +337,20 @@ class TestSamples:
     def test_are_compared_question_by_question(self, tmp_path, capsys):
         before = self.sampled(tmp_path / "before.jsonl", [1, 0, 2, 0], 4)
         after = self.sampled(tmp_path / "after.jsonl", [4, 0, 4, 4], 4)
-        evaluate.main([before, after])
-        out = capsys.readouterr().out
-        assert "| before | at temperature 1.0, 4 samples | 18.8% (0.0% to 42.2%) |" in out
-        # pass@2 is (1/2 + 5/6) / 4; the majority ties 1 of 4 votes, then wins with 2 of 4.
-        assert ("| before | 18.8% (0.0% to 42.2%) | 33.3% (0.0% to 73.3%) | 50.0% (15.0% to 85.0%)"
-                " | 31.2% (0.0% to 77.6%) |") in out
-        assert ("| after minus the first | +56.2% (+20.0% to +92.5%) | +41.7% (+4.2% to +79.1%) | "
-                "+25.0% (-17.4% to +67.4%) | +43.8% (+0.0% to +87.5%) |") in out
         fewer = self.sampled(tmp_path / "fewer.jsonl", [2, 0, 2, 2], 2)
+        evaluate.main([before, after])
         evaluate.main([after, fewer])  # of the first file, only two samples count
         out = capsys.readouterr().out
-        assert "| temperature 1.0 | pass@1 | pass@2 | majority@2 |" in out
-        assert "| after | 75.0% (30.1% to 95.4%) |" in out
+        # pass@2 is (1/2 + 5/6) / 4; the majority ties 1 of 4 votes, then wins with 2 of 4.
+        for line in (
+                "| before | at temperature 1.0, 4 samples | 18.8% (0.0% to 42.2%) |",
+                "| before | 18.8% (0.0% to 42.2%) | 33.3% (0.0% to 73.3%) | 50.0% (15.0% to 85.0%)"
+                " | 31.2% (0.0% to 77.6%) |",
+                "| after minus the first | +56.2% (+20.0% to +92.5%) | +41.7% (+4.2% to +79.1%) | "
+                "+25.0% (-17.4% to +67.4%) | +43.8% (+0.0% to +87.5%) |",
+                "| temperature 1.0 | pass@1 | pass@2 | majority@2 |",
+                "| after | 75.0% (30.1% to 95.4%) |"):
+            assert line in out
 
     def test_need_several_answers_that_are_correct_or_wrong(self, tmp_path, capsys):
         before = self.sampled(tmp_path / "before.jsonl", [1, 0], 4)
@@ -385,34 +365,23 @@ class TestSamples:
 # ---- commands that write after long work ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [
-    "plot", "pack", "unpack", "seeds", "find_the_bug", "bug_log", "compare",
-    "rounding", "sums"])
+@pytest.mark.parametrize("module, argv", [
+    (plot, "LOGS --output OUT"), (logs, "pack LOGS OUT"),
+    (logs, "unpack LOGS/metrics.jsonl OUT"), (lesson_seeds, "report"), (find_the_bug, "--all"),
+    (find_the_bug, "--handout OUT --shuffle 1 --seed 1"), (compare, "world --log OUT"),
+    (rounding, "--gsm8k x --output_dir OUT"), (evidence_sums, "--output_dir OUT --device cpu")])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-        command, tmp_path, monkeypatch, flags):
-    blocked = tmp_path / "file" / "out"
+        module, argv, tmp_path, monkeypatch):
+    """A file stands where the folder of the output would be, and in place of the folder runs."""
+    blocked = tmp_path / "runs" / "out"
     blocked.parent.write_text("a file is no folder")
-    log = write_jsonl(tmp_path / "metrics.jsonl", [{"log": "x", "step": 0}])
-    monkeypatch.setattr(plot, "draw", nothing)
-    monkeypatch.setattr(torch.optim.AdamW, "step", nothing)
-    monkeypatch.setattr(train_math, "load", nothing)
+    write_jsonl(tmp_path / "metrics.jsonl", [{"log": "x", "step": 0}])
+    for owner, name in ((plot, "draw"), (torch.optim.AdamW, "step"), (train_math, "load")):
+        monkeypatch.setattr(owner, name, nothing)
     monkeypatch.setattr(lesson_seeds, "LOG", blocked)
-    argv = {
-        "plot": (plot, [tmp_path, "--output", blocked]),
-        "pack": (logs, ["pack", tmp_path, blocked]),
-        "unpack": (logs, ["unpack", log, blocked]),
-        "seeds": (lesson_seeds, ["report"]),
-        "find_the_bug": (find_the_bug, ["--handout", blocked, "--shuffle", "1", "--seed", "1"]),
-        "bug_log": (find_the_bug, ["--all"]),
-        "compare": (compare, ["world", "--log", blocked]),
-        "rounding": (rounding, ["--gsm8k", "x", "--output_dir", blocked]),
-        "sums": (evidence_sums, ["--output_dir", str(blocked), "--device", "cpu"]),
-    }
-    module, flags = argv[command]
     monkeypatch.chdir(tmp_path)
-    if command == "bug_log":
-        (tmp_path / "runs").write_text("a file is no folder")
-    monkeypatch.setattr("sys.argv", ["program", *map(str, flags)])
+    flags = argv.replace("LOGS", str(tmp_path)).replace("OUT", str(blocked)).split()
+    monkeypatch.setattr("sys.argv", ["program", *flags])
     takes_argv = inspect.signature(module.main).parameters
     line = one_line(module.main if takes_argv else lambda argv: module.main(), *flags)
     assert "cannot be written" in line
@@ -462,13 +431,13 @@ def test_draws_reward_length_clip_and_spread(tmp_path, monkeypatch):
 
 
 def test_pictures_several_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
-    for name in "a", "b":
-        (tmp_path / name).mkdir()
-        write_jsonl(tmp_path / name / "metrics.jsonl", log(4))
     monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        Path(name).mkdir()
+        write_jsonl(Path(name, "metrics.jsonl"), log(4))
     monkeypatch.setattr("sys.argv", ["plot.py", "a", "b", "--output", "two.png"])
     plot.main()
-    assert (tmp_path / "two.png").stat().st_size > 1000 and "two.png" in capsys.readouterr().out
+    assert Path("two.png").stat().st_size > 1000 and "two.png" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["plot.py", "a", "nowhere"])
     with pytest.raises(SystemExit):
         plot.main()
@@ -476,25 +445,19 @@ def test_pictures_several_runs_from_the_command_line(tmp_path, monkeypatch, caps
 
 
 def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
-    def with_settings(**settings):
-        own = {"algorithm": "gspo", "eps_high": 4e-4, "epochs": 4, "minibatches": 8} | settings
-        return [{"step": 0, "settings": own}]
-
-    runs = {
-        "a": with_settings(algorithm="grpo", eps_high=0.27),
-        "b": with_settings(eps_high=1e9),
-        "c": with_settings(),
-        "d": with_settings(epochs=1, minibatches=1),
-        "e": with_settings(algorithm="cispo"),
-    }
-    styles = plot.styles_of(runs)
+    default = {"algorithm": "gspo", "eps_high": 4e-4, "epochs": 4, "minibatches": 8}
+    kinds = {
+        "gspo": {},
+        "grpo": {"algorithm": "grpo", "eps_high": 0.27},
+        "no clipping": {"eps_high": 1e9},
+        "one update": {"epochs": 1, "minibatches": 1}}
+    runs = kinds | {"again": {}, "other": {"algorithm": "cispo"}}
+    styles = plot.styles_of({label: [{"step": 0, "settings": default | own}]
+                             for label, own in runs.items()})
     assert len(set(styles.values())) == len(runs)
-    lines = {label: style[:2] for label, style in styles.items()}
-    assert lines["a"] == plot.STYLES["grpo"]
-    assert lines["b"] == plot.STYLES["no clipping"]
-    assert lines["c"] == plot.STYLES["gspo"]
-    assert lines["d"] == plot.STYLES["one update"]
-    assert lines["e"] not in plot.STYLES.values()
+    for kind in kinds:
+        assert styles[kind][:2] == plot.STYLES[kind]
+    assert styles["other"][:2] not in plot.STYLES.values()
 
 
 # ---- warm_up.py ----------------------------------------------------------------------------------
