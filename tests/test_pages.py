@@ -426,18 +426,19 @@ def tools(model, rollouts, i, indices):
     return gspo_term(model, start, rollout, i)[0]
 
 
-def shifted(shift):
-    """An engine whose log-probs are larger by shift(its number) for each response."""
+def smaller(first, step):
+    """An engine whose probabilities are 4% smaller in each `step`-th response from `first` on."""
     def generate(*arguments):
         responses, log_probs = train_math.generate(*arguments)
-        return responses, log_probs + shift(torch.arange(len(responses)))[:, None]
+        log_probs[first::step] -= 0.04
+        return responses, log_probs
 
     return generate
 
 
 def smaller_log_probs(names, parts):
-    """The probabilities are 4% smaller: the weights of long responses reach 2."""
-    parts["generate"] = shifted(lambda i: -0.04 + 0 * i)
+    """The weights of long responses reach 2."""
+    parts["generate"] = smaller(0, 1)
 
 
 def half_smaller(names, parts):
@@ -446,7 +447,7 @@ def half_smaller(names, parts):
     weight = re.search(r"\n    weight = .*\.float\(\)\n", text_of(RECIPES))[0]
     code = re.sub(r"\n    weight = .*\n", weight, block(RECIPES, "gspo_tis"))
     exec(code.split("\ntrain_math.main(")[0], names)
-    parts["generate"] = shifted(lambda i: -0.04 * (i % 2))
+    parts["generate"] = smaller(1, 2)
 
 
 def calculator(names, parts):
