@@ -289,7 +289,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
         optimizer.zero_grad()
         updates.append(update)
 
-    check_finite(model, step)  # raises a FloatingPointError
+    check_finite(model, grad_norms, step)  # raises a FloatingPointError
     return {
         **own_metrics,
         "step": step,

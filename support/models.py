@@ -95,8 +95,9 @@ def check_trainable(model):
         raise ValueError(f"the model is in {model.dtype}, where updates round to 0: use float32")
 
 
-def check_finite(model, step):
-    """FloatingPointError: the weights are not finite, which a gradient makes them if it is not."""
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+def check_finite(model, grad_norms, step):
+    """FloatingPointError: the gradients of this step or the weights after it are not finite."""
+    tensors = [torch.tensor(grad_norms), *model.parameters()]
+    if not all(tensor.isfinite().all() for tensor in tensors):
         raise FloatingPointError(f"step {step}: the loss or the weights are not finite. Use a lower"
                                  " --learning_rate and another --output_dir")
