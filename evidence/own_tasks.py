@@ -26,8 +26,7 @@ from tools.logs import append, markdown, paired, read, write
 from tools.warm_up import given_rollout
 
 RECIPE = ["--instruction", "", "--temperature", "0.7", "--prompts_per_step", "8", "--group_size",
-          "6", "--minibatches", "4", "--max_steps", "20", "--save_steps", "20", "--learning_rate",
-          "2e-5"]
+          "6", "--minibatches", "4", "--max_steps", "20", "--save_steps", "20"]
 TRAINED, HELD_OUT = 1000, 100  # rows
 
 
@@ -262,27 +261,26 @@ def fine_tune(model, tokenizer, rows, seed):
 
 def table(logs):
     """The packed log of the runs as a table."""
-    titles = ["task", "seed", "before", "after", "difference (95% CI, paired)", "best constant",
-              "fully correct", "criterion met", "minutes"]
+    titles = ["task", "solutions first", "learning rate", "seed", "before", "after",
+              "difference (95% CI, paired)", "best constant", "fully correct", "criterion met",
+              "minutes"]
     lines = []
-    for name in TASKS:
-        for seed in range(3):
-            run = f"{name}_{seed}"
-            if f"{run}/summary" not in logs:
-                continue
-            summary = logs[f"{run}/summary"][0]
-            steps = [row["step"] for row in logs[f"{run}/metrics"] if "eval_reward" in row]
-            first, last = (logs[f"{run}/eval_{step}"] for step in (steps[0], steps[-1]))
-            before, after = ([row["reward"] for row in results] for results in (first, last))
-            difference, (low, high), _ = paired(before, after)
-            mean = statistics.fmean(after)
-            constant = summary["constant_reward"]
-            full = [sum(reward > 0.999 for reward in rewards) for rewards in (before, after)]
-            lines.append([
-                name, seed, f"{statistics.fmean(before):.3f}", f"{mean:.3f}",
-                f"{difference:+.3f} ({low:+.3f} to {high:+.3f})",
-                f"{constant:.3f}", "{} to {} of {}".format(*full, len(after)),
-                "yes" if low > 0 and mean > constant else "no", f"{summary['seconds'] / 60:.0f}"])
+    for run in sorted(name[:-len("/summary")] for name in logs if name.endswith("/summary")):
+        summary = logs[f"{run}/summary"][0]
+        steps = [row["step"] for row in logs[f"{run}/metrics"] if "eval_reward" in row]
+        first, last = (logs[f"{run}/eval_{step}"] for step in (steps[0], steps[-1]))
+        before, after = ([row["reward"] for row in results] for results in (first, last))
+        difference, (low, high), _ = paired(before, after)
+        mean = statistics.fmean(after)
+        constant = summary["constant_reward"]
+        full = [sum(reward > 0.999 for reward in rewards) for rewards in (before, after)]
+        lines.append([
+            summary["task"], run.split("_")[1] if "_solutions_" in run else 0,
+            logs[f"{run}/metrics"][0]["settings"]["learning_rate"], summary["seed"],
+            f"{statistics.fmean(before):.3f}", f"{mean:.3f}",
+            f"{difference:+.3f} ({low:+.3f} to {high:+.3f})", f"{constant:.3f}",
+            "{} to {} of {}".format(*full, len(after)),
+            "yes" if low > 0 and mean > constant else "no", f"{summary['seconds'] / 60:.0f}"])
     return markdown(titles, lines)
 
 
@@ -294,6 +292,7 @@ def main(argv=None):
     parser.add_argument("--folder", type=Path, default=Path("runs/own_tasks"))
     parser.add_argument("--solutions", type=int, default=0, metavar="N",
                         help="before RL, fine-tune on the answers of N rows")
+    parser.add_argument("--learning_rate", default="2e-5", help="of RL; that of the recipe: 2e-5")
     parser.add_argument("--rows", action="store_true", help="print three rows, and train nothing")
     args = parser.parse_args(argv)
     make_rows, reward_of, length = TASKS[args.task]
@@ -313,8 +312,12 @@ def main(argv=None):
     data.mkdir(parents=True, exist_ok=True)
     write(data / "train.jsonl", rows[:TRAINED])
     write(data / "test.jsonl", rows[TRAINED:])
-    name = f"{args.task}_{args.solutions}_solutions" if args.solutions else args.task
-    run = args.folder / f"{name}_{args.seed}"
+    names = [args.task]
+    if args.solutions:
+        names.append(f"{args.solutions}_solutions")
+    if args.learning_rate != "2e-5":
+        names.append(args.learning_rate)
+    run = args.folder / "_".join([*names, str(args.seed)])
 
     def load(name, device):
         model, tokenizer = train_math.load(name, device)
@@ -323,9 +326,9 @@ def main(argv=None):
         return model, tokenizer
 
     start = time.perf_counter()
-    train_math.main([*RECIPE, "--model", args.model, "--dataset", str(data), "--output_dir",
-                     str(run), "--seed", str(args.seed), "--max_completion_length", str(length)],
-                    reward=reward, load=load)
+    train_math.main([*RECIPE, "--learning_rate", args.learning_rate, "--model", args.model,
+                     "--dataset", str(data), "--output_dir", str(run), "--seed", str(args.seed),
+                     "--max_completion_length", str(length)], reward=reward, load=load)
     seconds = time.perf_counter() - start
 
     # The best constant answer: the text that would earn most if it answered all held-out questions.
