@@ -1,5 +1,6 @@
 """evidence/: the tables follow from the logs, the losses have the gradients of their formulas, and
 no run is made twice."""
+import copy
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from evidence import (
     sums,
     tables,
     tasks,
+    vllm_sampler,
 )
 from gspo import clip_fraction, sequence_ratio
 from lesson import tiny
@@ -386,3 +388,12 @@ def test_a_stale_policy_samples_and_gives_the_old_log_probs(monkeypatch):
     assert moved[1][0] == moved[2][0] == 0
     assert moved[1][1] == moved[2][1] > 1e-3
     assert moved[2][2] != moved[1][2] > 1e-3
+
+
+def test_wider_heads_change_no_log_probs(tiny):
+    model, _ = tiny
+    wide = vllm_sampler.with_wider_heads(copy.deepcopy(model))
+    ids = torch.randint(3, 50, (2, 90))
+    with torch.no_grad():
+        assert (wide(ids).logits - model(ids).logits).abs().max() < 1e-3
+    assert wide.config.head_dim == 32
