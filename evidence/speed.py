@@ -22,6 +22,7 @@ logs/speed.jsonl.gz. They also have the times of the three phases of a step. The
 commit d775aef, alternated the programs after each step and first compared their losses and
 gradients, which tests/test_engines.py does, too.
 """
+import argparse
 import ctypes
 import gc
 import math
@@ -225,12 +226,14 @@ def table(rounds):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     if trl is None:
         sys.exit("trl==1.16.0 is not installed. The first lines of this file show how to install "
                  "it in a separate environment")
     torch.set_num_threads(1)
     make_writable(LOG)
-    LOG.unlink(missing_ok=True)
+    if LOG.exists():
+        sys.exit(f"{LOG} has an earlier measurement: move it to another place first")
     for job in JOBS:
         race(*job)
     print(table(read(LOG)))

@@ -6,6 +6,7 @@ In an asynchronous loop, the sampler has weights of some steps ago. This script 
 policy of `age` steps ago samples, and also gives the old log-probs. In the first `age` steps, this
 is the starting model. Each run is a line of logs/stale.jsonl.gz, and no run is made twice.
 """
+import argparse
 import copy
 import itertools
 from collections import deque
@@ -88,6 +89,7 @@ def run(world, age, clip):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     torch.set_num_threads(1)
     make_writable(LOG)
     made = [(row["world"], row["age"], tuple(row["clip"]))
