@@ -46,6 +46,14 @@ SPELLINGS = {  # of one number, after #### and in a box
     "0": ["0", "-0.0"],
     "100": ["100"],
 }
+MULTIPLIERS = [
+    "million", "billions", "thousand", "hundred", "dozen eggs", "k", "K", "M", "bn", "mn", "lakh",
+    "crore", "grand", "Millionen", "Mio.", "万", "千円", "halves", "thirds", "quarters", "tenths",
+    "hundred thousand", "million dollars", "mil", "mille",
+]
+SEPARATORS = [  # of thousands, which are unknown
+    " ", "\u00a0", "\u2009", "\u202f", "'", "’", "，", "_", "~", "{ }", r"\ ", "٬", "·", "{}",
+]
 NO_ANSWERS = [  # neither after #### nor in a box
     # A part of a term:
     "3x+2", "1/x", "5 - y", "5/n", "3x", "3 x", "2i", "3xy", "5ab", "3 m", "18*x", "18 * width",
@@ -61,11 +69,10 @@ NO_ANSWERS = [  # neither after #### nor in a box
     "5 feet 11 inches", "5'11", "3 feet and two inches", "18 dollars and 50 cents",
     "18 and a half", "3-5", "3–5", "3 to 5", "3 - 5", "3:4", "5:30 pm", "1/2", "1 1/2", "7/8 cup",
     "2024-01-31", "18 March", "18 out of 20", "18 eggs, since 9*2=18",
-]
-MULTIPLIERS = [
-    "million", "billions", "thousand", "hundred", "dozen eggs", "k", "K", "M", "bn", "mn", "lakh",
-    "crore", "grand", "Millionen", "Mio.", "万", "千円", "halves", "thirds", "quarters", "tenths",
-    "hundred thousand", "million dollars", "mil", "mille",
+    *(f"1{sign}234" for sign in SEPARATORS),
+    # Before a word that multiplies:
+    *(f"5{space}{word}" for word in MULTIPLIERS for space in ("", " ", "-")),
+    *(rf"\$5{space}\text{{{word}}}" for word in MULTIPLIERS for space in ("", " ", "-")),
 ]
 LAST_NUMBER = {
     "4": ["3 and 4"], "1200": ["it is $1,200."], "6": ["#### 5, not 6"], "2": ["5-3=2"],
@@ -78,8 +85,7 @@ LAST_NUMBER = {
 GOLD = {
     "42": [42, 42.0, "42", " 42\n", "$42.00", "6 * 7\n#### 42", r"so \boxed{42}"],
     "1234": ["1,234"], "-5": ["-5"], "0.5": [".5"], "50": ["50%"],
-    None: ["1/2", "3:30", r"\frac{3}{4}", "B) 12", "(2, 3)", 1e-05, None, True, "", "one",
-           "12 boxes", [1], "1,2", "#### 1/2", "2024-01-31", datetime.date(2024, 1, 31)],
+    None: ["B) 12", "12 boxes", "one", "", 1e-05, None, True, [1], datetime.date(2024, 1, 31)],
 }
 
 
@@ -111,22 +117,8 @@ class TestAnAnswer:
 
     @pytest.mark.parametrize("text", NO_ANSWERS)
     def test_is_not_read_from_a_term_or_beside_a_second_number(self, text):
-        for frame in FRAMES:
-            assert extract_answer(frame.format(text)) is None
-            assert gold_answer(frame.format(text)) is None
-
-    @pytest.mark.parametrize("words", MULTIPLIERS)
-    def test_is_not_read_before_a_word_that_multiplies(self, words):
-        for space in "", " ", "-":
-            for text in f"#### 5{space}{words}", rf"\boxed{{\$5{space}\text{{{words}}}}}":
-                assert extract_answer(text) is gold_answer(text) is None
-
-    @pytest.mark.parametrize("sign", [
-        " ", "\u00a0", "\u2009", "\u202f", "'", "’", "，", "_", "~", "{ }", r"\ ", "٬", "·", "{}",
-    ])
-    def test_is_not_read_with_an_unknown_separator_of_thousands(self, sign):
-        for text in f"#### 1{sign}234", rf"\boxed{{1{sign}234}}", f"1{sign}234":
-            assert extract_answer(text) is gold_answer(text) is None
+        for each in text, *(frame.format(text) for frame in FRAMES):
+            assert extract_answer(each) is gold_answer(each) is None
 
     @pytest.mark.parametrize("heading", [
         "#### 2. Check", "##### 2. Check", "#### 2) Check", "#### (2) Check", "#### 2: Check",

@@ -26,17 +26,12 @@ def csv(rows):
     return "question,answer\n" + "".join(cells)
 
 
-def parquet(rows):
+def parquet(rows, *more_names):
+    """more_names: further columns, with the values of the last one."""
+    columns = [[row[name] for row in rows] for name in rows[0]]
+    columns += columns[-1:] * len(more_names)
     file = io.BytesIO()
-    datasets.Dataset.from_list(rows).to_parquet(file)
-    return file.getvalue()
-
-
-def two_answers():
-    """A .parquet file with two columns of one name."""
-    file = io.BytesIO()
-    columns = [pyarrow.array([text]) for text in ("1+1?", "2", "3")]
-    table = pyarrow.Table.from_arrays(columns, names=["question", "answer", "answer"])
+    table = pyarrow.table(columns, names=[*rows[0], *more_names])
     pyarrow.parquet.write_table(table, file)
     return file.getvalue()
 
@@ -71,8 +66,8 @@ FOLDERS = {
     "metadata files": {"train.jsonl": TRAIN, "test.jsonl": TEST, "dataset_infos.json": "{}"},
     "hidden files": {"train.jsonl": TRAIN, "test.jsonl": TEST, "._train.jsonl": b"\0\5"},
     "the name of the data": {"sums_train.jsonl": TRAIN, "sums-test.jsonl": TEST},
-    "two kinds": {"train.csv": csv(ROWS[:12]), "validation.parquet": parquet(ROWS[12:])},
-    "val": {"train.jsonl": TRAIN, "val.jsonl": TEST},
+    "two kinds": {"train.csv": csv(ROWS[:12]), "val.parquet": parquet(ROWS[12:])},
+    "validation": {"train.jsonl": TRAIN, "validation.jsonl": TEST},
     "test and validation": {"train.jsonl": TRAIN, "test.jsonl": TEST, "dev.jsonl": TRAIN},
     "the old name of a part": {"Training.JSONL": TRAIN, "valid.jsonl": TEST},
     "shards": {
@@ -124,91 +119,79 @@ REFUSED = {  # with the default reward: the files, and the words of the line
     "a column twice in a list": (
         {"q.json": '[{"question": "?", "answer": "2", "answer": "3"}]'},
         ["q.json: two columns have one name"]),
-    "a column twice in a table": ({"q.parquet": two_answers()}, ["two columns have one name"]),
+    "a column twice in a table": (
+        {"q.parquet": parquet(ROWS, "answer")}, ["two columns have one name"]),
+    **{f"a column {name}": (
+        {"q.jsonl": lines([row | {name: 1} for row in ROWS])}, [f"rename the columns ['{name}']"])
+       for name in ("cut", "completions", "prompts", "completion_ids", "step")},
 }
-for name in "cut", "completions", "prompts", "completion_ids", "step":
-    rows = [row | {name: 1} for row in ROWS]
-    REFUSED[f"a column {name}"] = {"q.jsonl": lines(rows)}, [f"rename the columns ['{name}']"]
 
 
 class TestData:
-    @pytest.mark.parametrize("name", FILES)
-    def test_in_a_file_are_read(self, tmp_path, name):
-        assert load(write(tmp_path, FILES[name]), eval_size=3) == SPLIT
+    @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+    def test_in_a_file_are_read(self, tmp_path, files):
+        assert load(write(tmp_path, files), eval_size=3) == SPLIT
 
-    @pytest.mark.parametrize("name", FOLDERS)
-    def test_in_a_folder_are_read(self, tmp_path, name):
+    @pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
+    def test_in_a_folder_are_read(self, tmp_path, files):
         for size in 0, 2, 3:
             expected = ROWS[:12], ROWS[12:12 + size]
-            assert load(write(tmp_path, FOLDERS[name]), eval_size=size) == expected
+            assert load(write(tmp_path, files), eval_size=size) == expected
 
     def test_of_save_to_disk_are_read(self, tmp_path):
-        parts = {"train": datasets.Dataset.from_list(ROWS[:12]),
-                 "validation": datasets.Dataset.from_list(ROWS[12:])}
-        datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
-        datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-        assert load(tmp_path / "both") == (ROWS[:12], ROWS[12:])
+        whole, train, test = map(datasets.Dataset.from_list, (ROWS, ROWS[:12], ROWS[12:]))
+        whole.save_to_disk(tmp_path / "one")
+        datasets.DatasetDict(train=train, validation=test).save_to_disk(tmp_path / "both")
         assert load(tmp_path / "one", eval_size=3) == SPLIT
+        assert load(tmp_path / "both") == (ROWS[:12], ROWS[12:])
 
-    def test_on_the_hub_are_asked_for_by_their_name(self, monkeypatch):
+    @pytest.mark.parametrize("name, asked", [
+        ({}, ("openai/gsm8k", "main")), ({"dataset": "some/maths"}, ("some/maths",))])
+    def test_on_the_hub_are_asked_for_by_their_name(self, monkeypatch, name, asked):
         """No test asks the hub itself."""
-        asked = []
+        hub = {asked: {"train": ROWS[:12], "test": ROWS[12:]}}
+        monkeypatch.setattr(support.questions, "load_dataset", lambda *what: hub[what])
+        found = train_math.load_questions(settings(eval_size=2, **name))
+        assert found == (ROWS[:12], ROWS[12:14])
 
-        def load_dataset(*what):
-            asked.append(what)
-            return {"train": sums(6), "test": sums(9)[6:]}
-
-        monkeypatch.setattr(support.questions, "load_dataset", load_dataset)
-        for name in {}, {"dataset": "some/maths"}:
-            found = train_math.load_questions(settings(eval_size=2, **name))
-            assert found == (sums(6), sums(8)[6:])
-        assert asked == [("openai/gsm8k", "main"), ("some/maths",)]
-
-    @pytest.mark.parametrize("name", REFUSED)
-    def test_are_refused_with_the_place_and_the_remedy(self, command, tmp_path, name):
-        files, words = REFUSED[name]
+    @pytest.mark.parametrize("files, words", REFUSED.values(), ids=REFUSED)
+    def test_are_refused_with_the_place_and_the_remedy(self, command, tmp_path, files, words):
         (tmp_path / "data").mkdir()
         path = write(tmp_path / "data", files)
         line = refused(command, tmp_path / "run", "--dataset", path,
                        reward=train_math.correctness_reward)
-        for word in words:
-            assert word in line
+        assert all(word in line for word in words), line
 
-    @pytest.mark.parametrize("ending", ["jsonl", "csv"])
-    def test_keep_answers_as_they_are_written(self, tmp_path, ending):
+    @pytest.mark.parametrize("name, kind", [("q.jsonl", lines), ("q.csv", csv)])
+    def test_keep_answers_as_they_are_written(self, tmp_path, name, kind):
         answers = ["26", "007", "NA", "TRUE", "null", "2024-01-02", ""]
         rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
-        path = write(tmp_path, {f"q.{ending}": (csv if ending == "csv" else lines)(rows)})
+        path = write(tmp_path, {name: kind(rows)})
         assert load(path, parity_reward, eval_size=0) == (rows, [])
 
 
-def tickets(*counts):
-    """Tickets that are sorted by their answer, with so many of each."""
+def split_of(folder, counts, eval_size=512, **changes):
+    """(all rows, those to train on, the held-out ones) of a file of tickets, which are sorted by
+    their answer, with so many of each."""
     labels = "billing", "login", "delivery", "refund"
     answers = [label for label, count in zip(labels, counts) for _ in range(count)]
-    return [{"question": f"Ticket {i}?", "answer": answer} for i, answer in enumerate(answers)]
-
-
-def split_of(folder, rows, eval_size=512, **changes):
-    return load(write(folder, {"q.csv": csv(rows)}), parity_reward, eval_size=eval_size, **changes)
+    rows = [{"question": f"Ticket {i}?", "answer": answer} for i, answer in enumerate(answers)]
+    path = write(folder, {"q.csv": csv(rows)})
+    return rows, *load(path, parity_reward, eval_size=eval_size, **changes)
 
 
 class TestHeldOutQuestions:
     @pytest.mark.parametrize("counts", [(30, 30, 30), (40, 30, 20), (200, 100), (25, 25, 25, 25)])
-    def test_of_a_sorted_file_have_all_answers(self, tmp_path, counts):
-        rows = tickets(*counts)
-        questions, held_out = split_of(tmp_path, rows)
+    def test_of_a_sorted_file_have_all_answers_and_are_the_same_for_each_seed_and_size(
+            self, tmp_path, counts):
+        rows, questions, held_out = split_of(tmp_path, counts)
         assert len(held_out) == len(rows) // 5
         assert sorted(questions + held_out, key=rows.index) == rows, "each row is used once"
         assert {row["answer"] for row in held_out} == {row["answer"] for row in rows}
-
-    def test_are_the_same_for_each_seed_and_a_smaller_sample_is_a_part(self, tmp_path):
-        rows = tickets(30, 30, 30)
-        questions, held_out = split_of(tmp_path, rows)
-        assert split_of(tmp_path, rows, seed=7) == (questions, held_out)
+        assert split_of(tmp_path, counts, seed=7) == (rows, questions, held_out)
         for size in 0, 1, 5:
-            more, few = split_of(tmp_path, rows, size)
-            assert len(few) == size and len(more) == 90 - size
+            _, more, few = split_of(tmp_path, counts, size)
+            assert len(few) == size and len(more) == len(rows) - size
             assert all(row in held_out for row in few)
 
     @pytest.mark.parametrize("counts, words", [
@@ -221,9 +204,9 @@ class TestHeldOutQuestions:
     ])
     def test_are_counted_and_a_common_answer_or_a_small_number_is_noted(
             self, tmp_path, capsys, counts, words):
-        split_of(tmp_path, tickets(*counts))
+        split_of(tmp_path, counts)
         assert words in capsys.readouterr().out
-        split_of(tmp_path, tickets(*counts), 0)
+        split_of(tmp_path, counts, 0)
         assert "is the answer" not in (shown := capsys.readouterr().out) and "few" not in shown
 
     def test_that_are_trained_on_are_left_out_and_counted(self, tmp_path, capsys):

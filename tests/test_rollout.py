@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import train_math
 from support import cuda_sampling
 from support.cuda_sampling import cache_can_be_static, static_rollout
-from support.sampling import dynamic_rollout, next_logits
+from support.sampling import dynamic_rollout, next_logits, next_tokens
 from tests.conftest import QUESTIONS, check, encoded, rollout_of, settings, sums, train
 from tools.warm_up import tiny_tokenizer
 
@@ -172,32 +172,14 @@ class PretendedCuda(str):
 
 
 @pytest.fixture
-def pretend_cuda(monkeypatch):
-    """A function that makes a model say that it is on a CUDA device."""
-
-    def pretend(model):
-        device = property(lambda self: PretendedCuda("cpu"))
-        monkeypatch.setattr(type(model), "device", device, raising=False)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    return pretend
+def pretend_cuda(model, monkeypatch):
+    """The tiny model says that it is on a CUDA device."""
+    device = property(lambda self: PretendedCuda("cpu"))
+    monkeypatch.setattr(type(model), "device", device, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
 # ---- the samplers --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shapes(model, monkeypatch):
-    """The shapes (n, L) of what the tiny model gets in each call."""
-    shapes = []
-    forward = model.forward
-
-    def spy(**inputs):
-        shapes.append(tuple(inputs["input_ids"].shape))
-        return forward(**inputs)
-
-    monkeypatch.setattr(model, "forward", spy)
-    return shapes
 
 
 class TestBothSamplers:
@@ -226,32 +208,19 @@ class TestBothSamplers:
                     assert off < 5, f"prompt {k}, position {t}: {off:.1f} standard errors off"
 
     @pytest.mark.parametrize("uniform", [0, 2**-24, 0.5, 1 - 2**-24])  # torch.rand: steps of 2^-24
-    @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_never_draw_a_token_of_probability_0(self, model, monkeypatch, sampler, uniform):
+    def test_never_draw_a_token_of_probability_0(self, monkeypatch, uniform):
         probs = torch.zeros(13, 1000)
         probs[0, 2] = 1
         probs[1, 1:3] = torch.tensor([0.4, 0.6])
         probs[2, :4] = torch.tensor([0.1, 0.2, 0.3, 0.4])
         torch.manual_seed(0)
         probs[3:] = torch.randn(10, 1000).softmax(-1)  # with rounding, the sum is not exactly 1
-
-        def forward(input_ids, **inputs):
-            return SimpleNamespace(logits=probs[input_ids[:, -1]].log()[:, None])
-
-        monkeypatch.setattr(model, "forward", forward)
         monkeypatch.setattr(torch, "rand", lambda *size, **more: torch.full(size, uniform))
-
-        def drawn(*rows):
-            prompts = [[row] for row in rows]
-            responses, log_probs = sampler(model, prompts, 1, 1, 1.0, torch.tensor([3]))
-            for row, (token,), (log_prob,) in zip(rows, responses, log_probs.tolist(), strict=True):
-                assert probs[row, token] > 0
-                assert log_prob == pytest.approx(probs[row, token].log().item(), abs=1e-6)
-            return responses
-
-        together = drawn(*range(13))
-        alone = [response for row in range(13) for response in drawn(row)]
-        assert alone == together, "the number of other rows changes what a row draws"
+        tokens, log_probs = next_tokens(probs.log(), 1.0)
+        drawn = probs.gather(1, tokens)
+        assert (drawn > 0).all() and torch.allclose(log_probs, drawn.log(), atol=1e-6)
+        alone = [next_tokens(row[None].log(), 1.0)[0] for row in probs]
+        assert torch.equal(torch.cat(alone), tokens), "other rows change what a row draws"
 
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_are_greedy_at_temperature_0(self, model, prompts, sampler):
@@ -264,9 +233,17 @@ class TestBothSamplers:
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
 
     def test_read_each_prompt_once_and_do_no_work_for_finished_responses(
-            self, model, prompts, shapes):
+            self, model, prompts, monkeypatch):
         """They leave the batch of the dynamic one. The shapes of the static one are fixed, but it
         stops when all responses have ended."""
+        shapes = []
+
+        def spy(**inputs):
+            shapes.append(tuple(inputs["input_ids"].shape))
+            return forward(**inputs)
+
+        forward = model.forward
+        monkeypatch.setattr(model, "forward", spy)
         torch.manual_seed(0)
         responses, _ = dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
         lengths = [len(response) for response in responses]
@@ -300,10 +277,9 @@ class TestBothSamplers:
 
     @pytest.mark.parametrize("kind", ["Qwen3", "LFM2", "GPT-2", "a short window"])
     def test_score_as_the_update_does_whatever_the_model(self, kind):
-        """Responses end at different times. Cache, positions and rows must stay aligned. LFM2 has
-        convolutions, whose state is in the cache beside keys and values. GPT-2 has learned
-        positions, which count from the first token of the prompt and not of the padding. The last
-        one has a layer that sees only the last eight tokens."""
+        """LFM2 has convolutions, whose state is in the cache beside keys and values. GPT-2 has
+        learned positions, which count from the first token of the prompt and not of the padding.
+        The last one has a layer that sees only the last eight tokens."""
         model, tokenizer = model_of(kind, seed=0)
         prompts = encoded(tokenizer)
         ends = torch.arange(1, 20)
@@ -378,16 +354,12 @@ class TestAReplayedGraph:
 def chosen(monkeypatch):
     """Which sampler was called, with which model and with which other arguments."""
     chosen = []
+    for sampler in SAMPLERS:
+        def spy(model, *arguments, sampler=sampler):
+            chosen.append((sampler, model, arguments))
+            return sampler(model, *arguments)
 
-    def spy_on(name, original):
-        def spy(model, *arguments):
-            chosen.append((name, model, arguments))
-            return original(model, *arguments)
-
-        monkeypatch.setattr(cuda_sampling, f"{name}_rollout", spy)
-
-    spy_on("dynamic", dynamic_rollout)
-    spy_on("static", static_rollout)
+        monkeypatch.setattr(cuda_sampling, sampler.__name__, spy)
     return chosen
 
 
@@ -403,29 +375,29 @@ class TestWhichSampler:
         monkeypatch.setattr(model, "get_decoder", lambda: torch.nn.Linear(1, 1))
         assert not cache_can_be_static(model, 64), "it does not say whether it can be captured"
 
+    def test_on_a_cpu_it_is_the_dynamic_one(self, model, prompts, chosen):
+        arguments = (prompts, 2, 3, 1.0, FREQUENT_ENDS)
+        train_math.generate(model, *arguments)
+        assert chosen == [(dynamic_rollout, model, arguments)]
+
     @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
     def test_on_cuda_it_is_the_static_one(
             self, model, prompts, chosen, pretend_cuda, temperature):
-        """Samples to train on come from a float16 copy, and everything else comes from the model
-        itself, in float32. On a CPU it is the other one, with the model itself."""
+        """Samples to train on come from a float16 copy, and greedy ones from the model itself."""
         before = copy.deepcopy(model.state_dict())
         arguments = (prompts, 2, 3, temperature, FREQUENT_ENDS)
-        train_math.generate(model, *arguments)
-        assert chosen.pop() == ("dynamic", model, arguments)
-        pretend_cuda(model)
         responses, log_probs = train_math.generate(model, *arguments)
-        ((name, used, rest),) = chosen
-        assert name == "static" and rest == arguments
+        ((sampler, used, rest),) = chosen
+        assert sampler is static_rollout and rest == arguments
         assert len(responses) == 4 and log_probs.dtype == torch.float32
         if temperature:
-            buffers = list(used.buffers())
-            assert buffers and all(buffer.dtype == torch.float32 for buffer in buffers)
-            for (_, mine), its in zip(model.named_parameters(), used.parameters(), strict=True):
+            assert {buffer.dtype for buffer in used.buffers()} == {torch.float32}
+            for mine, its in zip(model.parameters(), used.parameters(), strict=True):
                 assert torch.equal(its, mine.half()) and its.dtype == torch.float16
         else:
             assert used is model
-        for weight_name, weight in model.state_dict().items():
-            assert torch.equal(weight, before[weight_name]) and weight.dtype == torch.float32
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, before[name]) and weight.dtype == torch.float32
 
     @pytest.mark.parametrize("weight, logits, used", [
         (0, 0, ["float16", "float16"]),
@@ -433,15 +405,14 @@ class TestWhichSampler:
         (0, math.inf, ["float16", "bfloat16", "bfloat16"]),
     ])
     def test_the_weights_are_as_coarse_as_the_model_allows(
-            self, tiny, chosen, pretend_cuda, monkeypatch, capsys, weight, logits, used):
+            self, model, prompts, chosen, pretend_cuda, monkeypatch, capsys, weight, logits, used):
         """A precision that has failed is not tried again. In the second case, all logits are large,
         and two of them differ by less than 16 bits can show. In the third one, the prompts show
         nothing, but a later token of a response makes float16 overflow."""
-        model, tokenizer = tiny
-        pretend_cuda(model)
         if weight:
-            model.lm_head.weight = torch.nn.Parameter(torch.full_like(model.lm_head.weight, weight))
-            model.lm_head.weight.data[8:10] += torch.tensor([[0.24], [-0.24]])
+            head = torch.full_like(model.lm_head.weight, weight)
+            head[8:10] += torch.tensor([[0.24], [-0.24]])
+            model.lm_head.weight = torch.nn.Parameter(head)
 
         def later_logits(sampler, cache, ids, *more):
             found = next_logits(sampler, cache, ids, *more)
@@ -450,21 +421,17 @@ class TestWhichSampler:
 
         monkeypatch.setattr(cuda_sampling, "next_logits", later_logits)
         for _ in range(2):
-            _, log_probs = train_math.generate(
-                model, encoded(tokenizer), 2, 3, 1.0, torch.tensor([1]))
+            _, log_probs = train_math.generate(model, prompts, 2, 3, 1.0, torch.tensor([1]))
             assert log_probs.isfinite().all()
-        assert [next(sampler.parameters()).dtype for _, sampler, _ in chosen] == [
-            getattr(torch, name) for name in used]
+        assert [str(next(sampler.parameters()).dtype) for _, sampler, _ in chosen] == [
+            f"torch.{name}" for name in used]
         failed = {"float16": 0, "bfloat16": 1, "float32": 2}[used[-1]]
         assert capsys.readouterr().out.count("note: this model cannot sample in") == failed
 
-    def test_no_precision_that_gives_no_numbers_is_accepted(self, fresh, pretend_cuda):
-        model, tokenizer = fresh
-        pretend_cuda(model)
-        with torch.no_grad():
-            model.lm_head.weight[5] = math.nan
+    def test_no_precision_that_gives_no_numbers_is_accepted(self, model, prompts, pretend_cuda):
+        model.lm_head.weight.data[5] = math.nan
         with pytest.raises(FloatingPointError, match="not finite"):
-            train_math.generate(model, encoded(tokenizer), 2, 3, 1.0, torch.tensor([1]))
+            train_math.generate(model, prompts, 2, 3, 1.0, torch.tensor([1]))
 
     @pytest.mark.parametrize("gib, tokens", [
         (13.9, 512), (14.7, 1024), (21.9, 1024), (22, 2048), (31.9, 2048), (39.4, 4096),

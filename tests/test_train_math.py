@@ -8,12 +8,10 @@ import copy
 import dataclasses
 import itertools
 import json
-import math
 
 import datasets
 import pytest
 import torch
-import transformers
 
 import gspo
 import support.metrics
@@ -27,6 +25,7 @@ from tests.conftest import (
     block,
     check,
     constant_reward,
+    names_in,
     parity_reward,
     rollout_of,
     settings,
@@ -40,41 +39,21 @@ from tools.logs import read
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 
-def brute_force_loss(algorithm, model, prompts, responses, advantages, old_log_probs, temperature):
-    """An algorithm as in the paper, one response after the other, clipped at 0.99 and 1.03.
-
-    Returns (loss, log-probs)."""
-    value = 0
-    all_log_probs = []
-    for i, (prompt, response) in enumerate(zip(prompts, responses)):
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
-        log_probs = (logits / temperature).log_softmax(-1)
-        log_probs = log_probs[torch.arange(len(response)), torch.tensor(response)]
-        all_log_probs.append(log_probs.detach())
-        old = old_log_probs[i] if old_log_probs else all_log_probs[i]
-        log_ratio = log_probs - old
-        if algorithm != "grpo":
-            log_ratio = log_ratio.mean()
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(0.99, 1.03)
-        value = value - torch.minimum(ratio * advantages[i], clipped * advantages[i]).mean()
-    return value / len(prompts), all_log_probs
+def log_probs_of(model, prompt, response):
+    """Those of one response, at the temperature 0.8."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
+    return (logits / 0.8).log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
 
 
 class TestTraining:
     @pytest.mark.parametrize("algorithm", train_math.ALGORITHMS)
-    def test_makes_the_updates_that_the_paper_says(self, tiny, monkeypatch, algorithm):
-        """There are two epochs of two minibatches of several micro-batches, and in one group all
-        rewards are equal. Each gradient is computed again with the weights before its update, and
-        each update is made again by another AdamW."""
-        model, tokenizer = tiny
-        moments = []
+    def test_makes_the_updates_that_the_paper_says(self, tiny, algorithm):
+        """They are repeated with a loss that is written out for one response after the other. There
+        are two epochs of two minibatches, and in one group all rewards are equal."""
+        model, _ = tiny
+        mine = copy.deepcopy(model)
+        start = weights_of(model)
         rollouts = []
-        clip = torch.nn.utils.clip_grad_norm_
-
-        def note(parameters, norm):
-            moments.append((copy.deepcopy(model), [p.grad.clone() for p in model.parameters()]))
-            return clip(parameters, norm)
 
         def sample(*arguments):
             rollouts.append(train_math.sample(*arguments))
@@ -83,46 +62,44 @@ class TestTraining:
         def reward(**columns):
             return [0.5] * 4 + [i % 3 for i in range(12)]
 
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.nn.utils, "clip_grad_norm_", note)
-            _, row = train(
-                tiny, 4, reward=reward, sample=sample, algorithm=algorithm, minibatches=2, epochs=2,
-                max_steps=1, temperature=0.8, eps_low=0.01, eps_high=0.03, micro_batch_tokens=60,
-                learning_rate=3e-3)
-        moments.append((model, None))
+        _, row = train(
+            tiny, 4, reward=reward, sample=sample, algorithm=algorithm, minibatches=2, epochs=2,
+            max_steps=1, temperature=0.8, eps_low=0.01, eps_high=0.03, micro_batch_tokens=60,
+            learning_rate=0.1, make_optimizer=lambda model: torch.optim.SGD(model.parameters()))
         (rollout,) = rollouts
+        texts = list(zip(rollout.prompts, rollout.responses))
         advantages = group_advantages(torch.tensor(reward()), 4)
-
-        def direct(model, half, old):
-            return brute_force_loss(
-                algorithm, model, rollout.prompts[half], rollout.responses[half], advantages[half],
-                old, 0.8)
-
-        start = moments[0][0]
-        _, old = direct(start, slice(0, 16), None)
-        mine = copy.deepcopy(start)
-        optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
+        old = [log_probs_of(mine, *text).detach() for text in texts]
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         losses = []
         norms = []
-        for k, (then, gradients) in enumerate(moments[:-1]):
-            then.zero_grad()
-            half = slice(0, 8) if k % 2 == 0 else slice(8, 16)
-            loss, _ = direct(then, half, old[half])
+        for half in [range(8), range(8, 16)] * 2:
+            loss = 0
+            for i in half:
+                log_ratio = log_probs_of(mine, *texts[i]) - old[i]
+                ratio = (log_ratio if algorithm == "grpo" else log_ratio.mean()).exp()
+                clipped = ratio.clamp(0.99, 1.03)
+                objective = torch.minimum(ratio * advantages[i], clipped * advantages[i])
+                loss = loss - objective.mean() / 8
+            optimizer.zero_grad()
             loss.backward()
             losses.append(loss.item())
-            norms.append(math.hypot(*(p.grad.norm().item() for p in then.parameters())))
-            for mine_p, then_p, gradient in zip(mine.parameters(), then.parameters(), gradients):
-                assert torch.allclose(then_p.grad, gradient, atol=1e-4), f"update {k}"
-                mine_p.grad = gradient / max(1, norms[-1])
+            norms.append(torch.nn.utils.clip_grad_norm_(mine.parameters(), 1.0).item())
             optimizer.step()
-            after = moments[k + 1][0]
-            for mine_p, after_p in zip(mine.parameters(), after.parameters()):
-                assert torch.allclose(mine_p, after_p, atol=1e-5), f"after update {k}"
+        moved = weights_of(mine) - start
+        assert (weights_of(model) - start - moved).norm() < 1e-3 * moved.norm()
         assert max(norms) > 1.1, "so that it is clipped to 1"
         assert row["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-3)
         assert row["loss"] == pytest.approx(sum(losses) / 4, abs=1e-4)
         assert row["log_ratio_first_max"] == 0 < row["clip_fraction"] < 1
         assert row["equal_reward_groups"] == 0.25
+
+    def test_is_by_default_with_this_optimizer(self, model):
+        optimizer = train_math.Parts().make_optimizer(model)
+        assert type(optimizer) is torch.optim.AdamW
+        assert optimizer.defaults["betas"] == (0.9, 0.95)
+        assert optimizer.defaults["weight_decay"] == 0
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
     @pytest.mark.parametrize("algorithm, clipped", [("gspo", 6), ("gspo_token", 6), ("grpo", 4)])
     @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
@@ -175,61 +152,55 @@ class TestTraining:
         assert row["seconds"] > row["seconds_rollout"] > 0
         assert "log_ratio_first_max is not 0" in row["notes"][0]
 
-    def test_keeps_the_weights_at_a_learning_rate_of_0(self, fresh):
+    def test_keeps_the_weights_if_the_learning_rate_is_0_or_all_rewards_are_equal(self, fresh):
         before = weights_of(fresh[0])
         for row in train(fresh, learning_rate=0, epochs=2, max_steps=2)[1:]:
             assert row["log_ratio_first_max"] == row["log_ratio_mean"] == row["log_ratio_std"] == 0
             assert row["grad_norm"] > 0
-        assert torch.equal(before, weights_of(fresh[0]))
-
-    def test_keeps_the_weights_if_all_rewards_are_equal(self, fresh):
-        before = weights_of(fresh[0])
         rows = train(fresh, reward=constant_reward)
         for row in rows[1:]:
             assert row["equal_reward_groups"] == 1
             assert row["log_ratio_first_max"] is row["sampler_gap"] is None
-        assert torch.equal(before, weights_of(fresh[0]))
         assert [row["step"] for row in rows if "notes" in row] == [3, 4, 5, 6]
+        assert torch.equal(before, weights_of(fresh[0]))
 
     @pytest.mark.parametrize("equal, is_noted", [
         ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False),
-        ([0.5, 0, 1, 1, 1], True), ([1, 1, 1, 0.9], False), ([0.9, 1, 1, 1, 1], True)])
+        ([0.5, 0, 1, 1, 1], True), ([1, 1, 1, 0.9], False)])
     def test_notes_that_three_steps_in_a_row_have_no_gradient(self, equal, is_noted):
         rows = [{"step": 0}]
         for step, fraction in enumerate(equal, 1):
-            row = {"step": step, "equal_reward_groups": fraction, "reward": 0.5, "cut": 0.0}
-            rows.append(row)
+            rows.append({"step": step, "equal_reward_groups": fraction, "reward": 0.5, "cut": 0.0})
         found = support.metrics.notes(rows, [])
         assert ("no gradient in three steps" in str(found)) is is_noted
 
     @staticmethod
     def seen(fresh, questions, seed, steps):
-        """For each step: (the questions, the responses)."""
-        seen = []
+        """(the questions of all steps, the responses of each step)"""
+        asked = []
+        responses = []
 
         def reward(prompts, completions, **columns):
-            seen.append((prompts[::4], tuple(completions)))
+            asked.extend(prompts[::4])
+            responses.append(tuple(completions))
             return constant_reward(prompts, completions)
 
         train(fresh, questions, reward=reward, max_steps=steps, seed=seed)
-        return seen
+        return asked, responses
 
     def test_uses_all_questions_before_it_uses_any_twice(self, fresh):
         """They may be a dataset of the library."""
         rows = [{"question": str(i)} for i in range(10)]
         dataset = datasets.Dataset.from_list(rows)
-        runs = [self.seen(fresh, questions, seed, 5)
-                for questions, seed in ((rows, 0), (dataset, 0), (rows, 1))]
-        orders = [[prompt for prompts, _ in run for prompt in prompts] for run in runs]
-        first = orders[0]
+        first, again, other = (self.seen(fresh, questions, seed, 5)[0]
+                               for questions, seed in ((rows, 0), (dataset, 0), (rows, 1)))
         assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
-        assert first[:10] != first[10:]
-        assert first == orders[1] != orders[2]
+        assert first[:10] != first[10:] and first == again != other
 
     def test_draws_other_responses_in_each_step_and_with_each_seed(self, fresh):
-        runs = [self.seen(fresh, QUESTIONS[:1] * 4, seed, 2) for seed in (0, 1, 0)]
-        assert runs[0] == runs[2]
-        assert len({texts for run in runs for _, texts in run}) == 4
+        first, other, again = (self.seen(fresh, QUESTIONS[:1] * 4, seed, 2)[1]
+                               for seed in (0, 1, 0))
+        assert first == again and len({*first, *other}) == 4
 
     def test_gives_all_groups_of_an_optimizer_the_learning_rate(self, fresh):
         """The rate begins at learning_rate and falls to a tenth of it in the last step."""
@@ -259,18 +230,17 @@ class TestTraining:
         assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
 
     def test_multiplies_in_tf32_in_the_backward_alone(self, fresh):
-        """Seen from the decoder and from the gradients of all parameters. train() switches TF32
-        off, whatever it was."""
+        """train() switches TF32 off, whatever it was."""
         model, _ = fresh
         matmul = torch.backends.cuda.matmul
-        seen = {"forward": set(), "backward": set()}
-        model.get_decoder().register_forward_hook(
-            lambda *_: seen["forward"].add(matmul.allow_tf32))
+        forward = set()
+        backward = set()
+        model.get_decoder().register_forward_hook(lambda *_: forward.add(matmul.allow_tf32))
         for parameter in model.parameters():
-            parameter.register_hook(lambda _: seen["backward"].add(matmul.allow_tf32))
+            parameter.register_hook(lambda _: backward.add(matmul.allow_tf32))
         matmul.allow_tf32 = True
         train(fresh, held_out=2, max_steps=2)
-        assert seen == {"forward": {False}, "backward": {True}}
+        assert forward == {False} and backward == {True}
         with pytest.raises(KeyError), train_math.tf32_matmuls():
             raise KeyError("in the backward")
         assert not matmul.allow_tf32
@@ -283,9 +253,9 @@ class TestTraining:
             "sampler_gap", "loss", "grad_norm", "clip_fraction", "log_ratio_first_max",
             "log_ratio_mean", "log_ratio_std", "seconds", "seconds_rollout",
         }
-        evaluation = {"eval_questions", "eval_reward", "eval_reward_interval"}
-        evaluated = {name.removeprefix("eval_") for name in evaluation}
+        evaluated = {"questions", "reward", "reward_interval"}
         assert metrics | evaluated | {"settings", "notes"} <= TAKEN, "a reward cannot log these"
+        evaluation = {f"eval_{name}" for name in evaluated}
         assert set(rows[0]) == {"step", "settings"} | evaluation
         for row in rows[1:]:
             assert set(row) - evaluation - {"notes"} == metrics, "no texts, for example"
@@ -293,11 +263,9 @@ class TestTraining:
             assert row["log_ratio_first_max"] == 0, "the first minibatch is on-policy"
             assert row["log_ratio_std"] > 0 and row["grad_norm"] > 0 and row["sampler_gap"] < 1e-5
         assert max(row["clip_fraction"] for row in rows[1:]) > 0
-        names = {path.name for path in whole.iterdir()}
         evaluations = {f"eval_{step}.jsonl" for step in (0, 2, 4, 6)}
-        assert names == {"metrics.jsonl", "model", "state.pt", "lock"} | evaluations
-        model = transformers.AutoModelForCausalLM.from_pretrained(whole / "model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
+        assert names_in(whole) == {"metrics.jsonl", "model", "state.pt", "lock"} | evaluations
+        model, tokenizer = train_math.load(whole / "model", "cpu")
         assert len(tokenizer) == model.config.vocab_size and tokenizer.chat_template
         state = torch.load(whole / "state.pt")
         assert json.loads(json.dumps(state["rows"])) == rows
@@ -309,7 +277,7 @@ class TestEvaluation:
     def test_is_greedy_strict_and_by_the_last_number(self, fresh):
         """Of ten responses, 8 are correct by the last number and 6 in the form that is asked for.
         The intervals are from a table of Wilson's."""
-        model, tokenizer = fresh
+        _, tokenizer = fresh
         asked = []
         texts = ["#### 7"] * 6 + ["it is 7", "#### x 7", "#### 8", "none"]
         responses = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
@@ -321,20 +289,15 @@ class TestEvaluation:
         questions = [{"question": f"{i}?", "answer": "3 + 4\n#### 7"} for i in range(10)]
         cfg = settings(max_completion_length=9)
         row = train_math.evaluate(*fresh, questions, cfg, generate=generate)
-        assert asked == [(10, 1, 9, 0)], "one response each, temperature 0"
+        train_math.evaluate(*fresh, questions, cfg, temperature=0.5, generate=generate)
+        assert asked == [(10, 1, 9, 0), (10, 1, 9, 0.5)], "one response each, and greedy by default"
         assert row.pop("eval_reward_interval") == pytest.approx((0.3127, 0.8318), abs=1e-4)
         assert row.pop("eval_last_number_interval") == pytest.approx((0.4902, 0.9433), abs=1e-4)
-        results = row.pop("eval_results")
+        assert row.pop("eval_results") == [
+            {"question": f"{i}?", "gold": "7", "response": texts[i], "tokens": len(responses[i]),
+             "reward": float(i < 6), "last_number": float(i < 8)} for i in range(10)]
         assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8,
                        "eval_best_constant": 1.0}
-        for i, result in enumerate(results):
-            assert result == {
-                "question": f"{i}?", "gold": "7", "response": texts[i],
-                "tokens": len(responses[i]), "reward": float(i < 6), "last_number": float(i < 8),
-            }
-        assert len(results) == 10
-        train_math.evaluate(*fresh, questions, cfg, temperature=0.5, generate=generate)
-        assert asked[1] == (10, 1, 9, 0.5)
         assert support.metrics.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -346,8 +309,8 @@ class TestEvaluation:
         row = train_math.evaluate(
             *tiny, sums(5), settings(), temperature, group_size=3, reward=reward)
         results = row["eval_results"]
-        assert [result["question"] for result in results] == [
-            question["question"] for question in sums(5) for _ in range(3)]
+        assert [result["question"] for result in results[::3]] == [
+            question["question"] for question in sums(5)]
         assert row["eval_questions"] == 5 and row["eval_seen"] == 15
         assert row["eval_reward"] == sum(result["reward"] for result in results) / 15
         assert "eval_reward_interval" not in row
@@ -384,25 +347,20 @@ class TestEvaluation:
     @pytest.mark.parametrize("values, interval", [
         ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
     def test_with_an_own_reward_has_an_interval_where_it_is_0_or_1(self, fresh, values, interval):
+        def reward(level, **columns):
+            return [values[i] for i in level]
+
         questions = [{"question": "?", "level": i} for i in range(3)]
-        levels = []
-
-        def reward(prompts, completions, level, **columns):
-            levels.extend(level)
-            return values
-
         row = train_math.evaluate(*fresh, questions, settings(), reward=reward)
-        assert row["eval_reward"] == pytest.approx(sum(values) / 3) and levels == [0, 1, 2]
+        assert row["eval_reward"] == pytest.approx(sum(values) / 3)
         assert ("eval_reward_interval" in row) is interval and "eval_last_number" not in row
         assert [result["reward"] for result in row["eval_results"]] == values
         assert all(result["gold"] is None for result in row["eval_results"])
 
     @pytest.mark.parametrize("texts, words", [
-        (["Delivery."] * 18, "100% of the responses in this evaluation are the same: 'delivery'"),
         (["a"] + ["Delivery.", "delivery\n", " DELIVERY"] * 6, "95% of the responses"),
         ([""] * 4, "100% of the responses in this evaluation are the same: ''"),
-        (["a", "b"] + ["Delivery."] * 8, ""),
-        (["a", "b"], ""), (["a"], ""), ([], ""),
+        (["a", "b"] + ["Delivery."] * 8, ""), (["a", "b"], ""), (["a"], ""), ([], ""),
     ])
     def test_notes_that_nearly_all_responses_are_one_text(self, texts, words):
         results = [{"response": text} for text in texts]
@@ -435,38 +393,32 @@ class TestEvaluation:
         assert "cannot be compared" in support.metrics.outcome(*results)
 
 
-class TestAModel:
-    def test_is_loaded_in_float32_and_tf32_is_switched_off(self, world):
-        torch.set_float32_matmul_precision("high")
-        model, _ = train_math.load(world / "model", "cpu")
-        assert torch.get_float32_matmul_precision() == "highest" and not model.training
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-    def test_is_saved_with_the_rope_theta_that_transformers_4_reads(self, fresh, tmp_path):
-        fresh[0].config.rope_parameters["rope_theta"] = 5e5
-        for part in fresh:
-            part.save_pretrained(tmp_path / "one")
-        model, _ = train_math.load(str(tmp_path / "one"), "cpu")
-        model.save_pretrained(tmp_path / "two")
-        config = json.loads((tmp_path / "two" / "config.json").read_text())
-        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
+def test_a_model_is_loaded_in_float32_without_tf32_and_saved_for_transformers_4(fresh, tmp_path):
+    """That version reads rope_theta outside of rope_parameters."""
+    fresh[0].config.rope_parameters["rope_theta"] = 5e5
+    fresh[0].half().save_pretrained(tmp_path)
+    fresh[1].save_pretrained(tmp_path)
+    torch.set_float32_matmul_precision("high")
+    model, _ = train_math.load(str(tmp_path), "cpu")
+    assert torch.get_float32_matmul_precision() == "highest" and not model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
 
 
 class TestAReward:
     @pytest.mark.parametrize("returned", [
         (1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))])
-    def test_gets_copies_of_all_columns_and_may_return_any_sequence_of_numbers(self, returned):
-        rows = [{"question": "a?", "tags": [1]}, {"question": "b?", "tags": [2]}]
-
-        def reward(prompts, completions, tags, **columns):
-            assert (prompts, completions, tags) == (["a?", "b?"], ["x", "y"], [[1], [2]])
-            assert columns == {"question": prompts}
-            tags[0].clear()
+    def test_gets_all_columns_and_may_return_any_sequence_of_numbers(self, returned):
+        def reward(**given):
+            assert given == {"question": ["a?", "b?"], "prompts": ["a?", "b?"],
+                             "completions": ["x", "y"], "tags": [[1], [2]]}
             return returned
 
+        rows = [{"question": "a?", "tags": [1]}, {"question": "b?", "tags": [2]}]
         rewards = train_math.score(reward, rows, ["x", "y"])
         assert rewards.tolist() == [1, 2.5] and rewards.dtype == torch.float32
-        assert rows[0]["tags"] == [1]
 
     def test_gets_the_step_or_none_in_the_trial_and_in_evaluations(self, command, tmp_path):
         steps = []
@@ -484,23 +436,18 @@ class TestAReward:
             return parity_reward(prompts, completions)
 
         def loss(*arguments, **more):
-            value = gspo.gspo_loss(*arguments, **more)
-            values.append(value.item())
-            kept[-1]("mean_loss", sum(values) / len(values))
-            return value
+            kept[-1]("losses", next(numbers))
+            return gspo.gspo_loss(*arguments, **more)
 
-        kept, values = [], []
+        kept = []
+        numbers = itertools.count(1)
         own_loss(loss)
         _, row = train(fresh, reward=reward, max_steps=1)
-        assert row["mean_loss"] == sum(values) / len(values) and len(values) > 1
+        assert row["losses"] == next(numbers) - 1 > 1
 
     def test_may_change_what_it_gets(self, fresh, tmp_path):
         """The run is the same, and can be resumed, although the trial calls the reward first. The
         reward may compute gradients, and the model may be in training mode before the trial."""
-        questions = [row | {"tags": ["b", "a"]} for row in sums(8)]
-        before = copy.deepcopy(questions)
-        plain = train(copy.deepcopy(fresh), questions, max_steps=2)
-
         def reward(prompts, completions, tags, completion_ids, **columns):
             rewards = parity_reward(prompts, completions)
             torch.ones(2, requires_grad=True).sum().backward()
@@ -508,6 +455,9 @@ class TestAReward:
                 each.clear()
             return rewards
 
+        questions = [row | {"tags": ["b", "a"]} for row in sums(8)]
+        before = copy.deepcopy(questions)
+        plain = train(copy.deepcopy(fresh), questions, max_steps=2)
         fresh[0].train()
         check(*fresh, questions, reward=reward)
         assert not fresh[0].training
@@ -560,20 +510,18 @@ class TestAPart:
             check_rollout(rollout, sums(2), 1)
 
     def test_may_clip_gradients(self, fresh):
-        """Without clipping, the norm is the same, and plain SGD moves the weights by more."""
+        """Without clipping, plain SGD moves the weights by the norm of the gradient."""
         def clip_gradients(model):
             gradients = [parameter.grad.flatten() for parameter in model.parameters()]
             return torch.linalg.vector_norm(torch.cat(gradients))
 
         before = weights_of(fresh[0])
-        moves = []
-        for parts in {}, {"clip_gradients": clip_gradients}:
-            model = copy.deepcopy(fresh[0])
-            _, row = train((model, fresh[1]), max_steps=1, minibatches=1, learning_rate=1e-2,
-                           make_optimizer=lambda m: torch.optim.SGD(m.parameters()), **parts)
-            moves.append((weights_of(model) - before).norm() / row["grad_norm"])
-        assert row["grad_norm"] > 2 and row["log_ratio_mean"] is row["log_ratio_std"] is None
-        assert moves[1] == pytest.approx(1e-2, rel=1e-2) and moves[0] < 0.6e-2
+        _, row = train(fresh, max_steps=1, minibatches=1, learning_rate=1e-2,
+                       make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
+                       clip_gradients=clip_gradients)
+        moved = (weights_of(fresh[0]) - before).norm()
+        assert moved == pytest.approx(1e-2 * row["grad_norm"], rel=1e-2) and row["grad_norm"] > 2
+        assert row["log_ratio_mean"] is row["log_ratio_std"] is None
 
 
 def test_a_new_flag_may_have_the_default_0():
