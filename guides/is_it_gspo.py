@@ -17,11 +17,12 @@ import sys
 import tomllib
 from pathlib import Path
 
-from read_settings import HOLE, Code, Unread, flags, with_values
+from read_settings import HOLE, OF_ENGINES, Code, Unread, flags, number, with_values
 
 FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_text("utf-8"))
 HEREDOC = re.compile(r"""(?s)([^\n]*<<-?\s*['"]?(\w+)['"]?[^\n]*)\n(.*?)\n\s*\2(?=\n|$)""")
-OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo_trainer)(\.yaml)?"  # files with an engine's own defaults
+
+
 def flat(items, path=""):
     """Nested settings as {"a.b": value}."""
     found = {}
@@ -134,6 +135,9 @@ def look(settings, names, default, engine):
         return HOLE, f"{names.split('|')[0]} may be set in {settings[None]}"
     if default in engine["same"]:
         return look(settings, default, engine["same"][default], engine)
+    for key, value in settings.items() if names == engine["level"][0] else ():
+        if re.search("(loss|algo|estimator|method|variant).*=gspo", f"{key}={value}".lower()):
+            return HOLE, f"{key} = {value}, which is not a setting of {engine['name']}"
     name = names.split("|")[0] or "a setting"
     return default, f"{name} is not set; the default of {engine['name']} is {default}"
 
@@ -152,10 +156,6 @@ def updates_of(settings, engine):
             break
     is_rounded = engine.get("is_whole") and updates == updates
     return math.ceil(updates) if is_rounded else updates, sources
-
-
-def number(text):
-    return float(text) if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text) else math.nan
 
 
 def judged(settings):

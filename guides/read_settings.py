@@ -5,17 +5,20 @@ assigned twice with different values, or only under a condition, is unread.
 """
 import ast
 import collections
+import math
 import re
 
 CONFIG = re.compile(r"(GRPO|GSPO)\w*Config$|RLHFArguments$")
 DICTS = "dict", "SimpleNamespace", "Namespace", "EasyDict"  # calls that keep their keywords
 KNOWN = re.compile(r"(^|\.)((Unsloth)?GRPOConfig|RLHFArguments)$")  # with the defaults of an engine
 COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
+OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo_trainer)(\.yaml)?"  # files with an engine's own defaults
 HOLE = "<?>"  # stands in a script for what cannot be read
-ASSIGNMENT = r"""(?<![\w.$-])(\w+)=("[^"]*"|'[^']*'|\$\(\(.*?\)\)|\$\([^)]*\)|[^\s;&|]*)"""
+SUBSTITUTION = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}|\$\(\(.*?\)\)|\$\([^()]*\)"
+ASSIGNMENT = rf"""(?<![\w.$-])(\w+)=("[^"]*"|'[^']*'|(?:{SUBSTITUTION}|[^\s;&|])*)"""
 ASSIGNED_DEFAULT = r"\$\{(\w+):?=([^}]*)\}"
-VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}|\$(\w+)"
-                      r"|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`")
+VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}\n]*))?\}|\$(\w+)"
+                      r"|\$\{[^}\n]*\}|\$\([^()]*\)|`[^`\n]*`")
 FLAG = r"--[A-Za-z][\w.-]*"
 OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
 
@@ -33,13 +36,18 @@ def computed(text):
         return Unread(text)
 
 
+def number(text):
+    return float(text) if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text) else math.nan
+
+
 def with_values(script):
     """A shell script without comments, with the values of its variables where they are known."""
     script = re.sub(r"(?m)(^|\s)#.*$", "", script).replace("\\\n", " ")
     names = collections.defaultdict(set)
     for name, text in re.findall(ASSIGNMENT, script) + re.findall(ASSIGNED_DEFAULT, script):
         text = re.sub(rf"\$\{{{name}:?[-=]([^}}]*)\}}", r"\1", text)  # X=${X:-4} sets a default
-        names[name].add(text.strip("'\""))
+        rest = re.sub(SUBSTITUTION, "", text)  # of a text with quotes inside, half is read
+        names[name].add(HOLE if re.search(r"\$[({]", rest) else text.strip("'\""))
 
     def known(match):
         inside, name, default, plain = match.groups()
@@ -71,7 +79,8 @@ def flags(script):
         if not equals:
             value = words[i + 1]
             value = "true" if re.match(r"--?[A-Za-z]|[\n;&|()]", value) else value
-        key = None if key == "config" else key  # a file, which may set what is missing here
+        is_own = key == "config_name" and not re.fullmatch(OF_ENGINES, value)
+        key = None if is_own or key == "config" else key  # a file may set what is missing here
         is_same = found.setdefault(key, value) == value
         found[key] = value if is_same else Unread(f"{HOLE}, because it has several values")
     return found

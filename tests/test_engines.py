@@ -271,6 +271,17 @@ def test_our_trainer_refuses_what_is_not_gspo_before_it_loads_a_model(tmp_path, 
         run_block("class GSPOTrainer")["GSPOTrainer"]("no-model", form_reward, config, questions())
 
 
+def test_our_trainer_takes_the_arguments_of_trls():
+    """A reward may come from an environment. Without args, TRL takes its own defaults."""
+    trl = pytest.importorskip("trl")
+    ours = run_block("class GSPOTrainer")["GSPOTrainer"]
+    theirs = inspect.signature(trl.GRPOTrainer.__init__).parameters
+    for name in ("reward_funcs", "args"):
+        assert inspect.signature(ours.__init__).parameters[name].default is theirs[name].default
+    with pytest.raises(ValueError, match="GSPO needs args"):
+        ours("no-model", form_reward)
+
+
 def test_our_trainer_refuses_an_auxiliary_loss_and_images(tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     ours = run_block("class GSPOTrainer")["GSPOTrainer"]

@@ -268,6 +268,16 @@ SHELL = {
     "other YAML in the script": (
         f"cat <<'EOF' | tee conf/d.yaml\n{TRL_YAML}\nEOF\n{SWIFT} --config=conf/c.yaml "
         "--importance_sampling_level sequence", ONLY_LEVEL),
+    "defaults and commands with spaces": (
+        'N=${N:-$((8 * 8))}\nD="$(cd "$(dirname "$0")" && pwd)"\nM=${M:-"$(f "${N}")_x"}\n'
+        'echo $D $M\n' + VERL.replace("=64", "=$N") + "a.b=$D\n", PAPER),
+    "a file of Hydra": (
+        "python -m verl.trainer.main_ppo --config-path=$D --config-name=my_gspo "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64", NOTHING),
+    "the engine's own file of Hydra": (VERL + "--config-name='ppo_trainer'", PAPER),
+    "another program": ("python -m verl.trainer.main worker.actor.loss_type=gspo_token "
+                        "worker.actor.loss_avg_mode=seq",
+                        ("unknown", "unknown", 1, 0.2, 0.2, "unknown")),
     "nothing": ("echo GSPO", NOTHING),
     "an empty file": ("", NOTHING),
 }
