@@ -39,7 +39,7 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
         if not gap < (1e-3 if parts.generate is generate else 1):  # engines may use bf16
             raise ValueError(f"the log-probs of eight sampled tokens differ by {gap:.2g} between "
                              "sampling and the full forward pass. The cause is the cache, padding "
-                             "or head, frozen weights not in float32, or transformers below 5.24")
+                             "or head, autocast, or transformers below 5.24")
         if batch.old_log_probs is None:
             batch.old_log_probs = log_probs.detach()
         arguments = log_probs, batch.old_log_probs, batch.advantages, batch.mask, *cfg.clip_range()

@@ -87,12 +87,13 @@ def tf32_matmuls():
 
 
 def check_trainable(model):
-    """ValueError: all weights are frozen, or those that are not frozen are not in float32."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
+    """ValueError: all weights are frozen, or some weights, frozen or not, are in half precision."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("all weights of the model are frozen, as those of a LoRA folder are")
-    if any(parameter.dtype != torch.float32 for parameter in trained):
-        raise ValueError(f"the model is in {model.dtype}, where updates round to 0: use float32")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            raise ValueError(f"{name} is in {parameter.dtype}, which rounds away most updates and "
+                             "changes ratios by more than they do. Load all weights in float32")
 
 
 def check_finite(model, grad_norms, step):

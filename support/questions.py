@@ -78,6 +78,8 @@ def load_splits(dataset):
     """{"train": rows, "test": rows, ...} of a file, of a folder of files, or from the hub. Files
     with the name of a part, such as train.csv, are read here, with messages that name the row. The
     package datasets reads folders that it has written, copies from the hub, and shards."""
+    if not dataset:
+        raise ValueError("it is empty")
     path = Path(dataset)
     if path.is_file():
         return {"train": read_rows(path)}

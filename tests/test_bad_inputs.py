@@ -128,6 +128,7 @@ INPUTS = {
     "a device that this machine lacks": (flag("device", "mps"), ["--device mps"]),
     "a dataset file that is not there": (
         flag("dataset", "nowhere.csv"), ["nowhere.csv", "no such file"]),
+    "an empty name of a dataset": (flag("dataset", ""), ["--dataset", "it is empty"]),
     "a state of another version": (
         state({"rows": [{"settings": {"old_flag": 1}}]}), ["other values of old_flag. Choose"]),
     "a state of another program": (state([1, 2, 3]), ["state.pt cannot be read"]),
@@ -257,12 +258,9 @@ def frozen_in(dtype):
     """As with a LoRA adapter in float32 over such weights."""
     def change(model, tokenizer):
         for name, parameter in model.named_parameters():
-            parameter.data *= 2
             if "norm" not in name:
                 parameter.data = parameter.data.to(dtype)
                 parameter.requires_grad_(False)
-        for module in model, model.model, model.lm_head:
-            module.forward = torch.autocast("cpu", dtype)(module.forward)
     return change
 
 
@@ -291,10 +289,10 @@ UNFIT = {
     "Gemma 2": (config("final_logit_softcapping", 30.0), "final_logit_softcapping"),
     "Granite": (config("logits_scaling", 8.0), "logits_scaling"),
     "Cohere": (config("logit_scale", 0.5), "logit_scale"),
-    "bfloat16": (lambda model, _: model.bfloat16(), "the model is in torch.bfloat16.*float32"),
+    "bfloat16": (lambda model, _: model.bfloat16(), "is in torch.bfloat16.*float32"),
     "frozen": (lambda model, _: model.requires_grad_(False), "frozen"),
-    "frozen in bfloat16": (frozen_in(torch.bfloat16), "frozen weights not in float32"),
-    "frozen in float16": (frozen_in(torch.float16), "frozen weights not in float32"),
+    "frozen in bfloat16": (frozen_in(torch.bfloat16), "is in torch.bfloat16.*float32"),
+    "frozen in float16": (frozen_in(torch.float16), "is in torch.float16.*float32"),
 }
 
 
@@ -319,7 +317,7 @@ def test_a_model_that_cannot_be_trained_is_refused_by_train(fresh, name):
 def test_models_that_fit_pass_the_trial(fresh, questions):
     for value in None, 1.0:
         config("logits_scaling", value)(*fresh)
-        fresh[0].frozen = torch.nn.Parameter(torch.ones(1).bfloat16(), requires_grad=False)
+        fresh[0].frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
         check(*fresh, questions, settings(instruction=""))
 
 
