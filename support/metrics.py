@@ -106,19 +106,26 @@ def outcome(before, after):
     verdict = f"excludes 0: it has {'risen' if mean > 0 else 'fallen'}"
     if abs(mean) <= half:
         verdict = "includes 0, so no change is shown"
+    shares = [most_frequent(results)[1] for results in (before, after)]
     return (f"{fmean(first):.3g} before and {fmean(last):.3g} after, a difference of {mean:+.3g}, "
-            f"whose paired 95% CI {mean - half:+.3g} to {mean + half:+.3g} {verdict}")
+            f"whose paired 95% CI {mean - half:+.3g} to {mean + half:+.3g} {verdict}. The share of "
+            "the most frequent response is {:.0%} before and {:.0%} after".format(*shares))
+
+
+def most_frequent(results):
+    """(the most frequent response, its share), without case and without space around it."""
+    texts = Counter(result["response"].strip(" \n.").casefold() for result in results)
+    text, count = texts.most_common(1)[0]
+    return text, count / len(results)
 
 
 def notes(rows, results):
     """{"notes": [...]} if the user should know something about the last row or its results."""
     row = rows[-1]
     found = []
-    texts = Counter(result["response"].strip(" \n.").casefold() for result in results)
-    for text, count in texts.most_common(1):
-        if count > 0.9 * len(results) and len(results) > 1:
-            found.append(f"{count / len(results):.0%} of the responses in this evaluation are the "
-                         f"same: {text!r:.100}")
+    text, share = most_frequent(results) if len(results) > 1 else ("", 0)
+    if share > 0.9:
+        found.append(f"{share:.0%} of the responses in this evaluation are the same: {text!r:.100}")
     if row.get("log_ratio_first_max"):
         found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
                      "two forward passes round differently")

@@ -4,6 +4,7 @@ import json
 import os
 import zlib
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from filelock import FileLock, Timeout
@@ -11,6 +12,7 @@ from filelock import FileLock, Timeout
 from support.metrics import outcome
 from support.models import check_trainable, note, show
 from support.questions import check_rows
+from support.rewards import TAKEN
 
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
               "rollout_rows", "save_steps", "eval_steps", "eval_size"}
@@ -76,7 +78,7 @@ class Run:
             steps = [row["step"] for row in self.rows if "eval_reward" in row]
             files = [self.folder / f"eval_{step}.jsonl" for step in (*steps[:1], *steps[-1:])]
             if len(steps) > 1 and files[0].exists():
-                before, after = (map(json.loads, file.open(encoding="utf-8")) for file in files)
+                before, after = ([*map(json.loads, file.open(encoding="utf-8"))] for file in files)
                 show(f"eval_reward (greedy, held-out questions), steps {steps[0]} and {steps[-1]}: "
                      f"{outcome(before, after)}. The responses are in {files[1]}")
             self.model.save_pretrained(self.folder / "model")
@@ -108,8 +110,9 @@ class Run:
         note("reward is that of the responses sampled in a step, before its updates; eval_reward "
              "is that of greedy ones to held-out questions, after them")
         shown = [f"step {row['step']}/{self.settings['max_steps']}"]
-        for name in SHOWN:
-            value = row.get(name)
+        own = [name for name in row if name.removeprefix("eval_") not in TAKEN]  # of log_metric
+        for name in (*SHOWN, *own):
+            value = number(row.get(name))
             if value is None or name == "eval_last_number" and value == row["eval_reward"]:
                 continue
             shown.append(f"{name} {value:.3g}")
@@ -120,6 +123,14 @@ class Run:
             show(f"  {result['question']} -> {result['response']!r}: reward {result['reward']:g}")
         for text in row.get("notes", ()):
             show(f"note: {text}")
+
+
+def number(value):
+    """This number, or the mean of this list of numbers; None for anything else."""
+    values = value if isinstance(value, list) else [value]
+    if values and all(isinstance(item, (int, float)) for item in values):
+        return fmean(values)
+    return None
 
 
 def fingerprint(cfg, questions):

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -340,6 +341,18 @@ class TestWhatIsSaved:
         assert seen == rows and [row["step"] for row in rows] == list(range(7))
         assert all(row["mine"] == 8 for row in rows[1:])
         assert all("eval_results" not in row for row in rows)
+
+
+    def test_prints_the_metrics_of_the_reward(self, fresh, tmp_path, capsys):
+        def reward(completions, log_metric, **columns):
+            log_metric("exact", [1, 0, 2, 1])
+            log_metric("words", ["a", "b"])
+            return [0.3] * len(completions)
+
+        train(fresh, held_out=2, reward=reward, max_steps=1, output_dir=str(tmp_path))
+        first, last = re.findall("step [01]/1 .*", capsys.readouterr().out)
+        assert first.endswith("eval_exact 1") and "exact 1  eval_exact 1" in last
+        assert "words" not in first + last
 
 
 OWN_ALGORITHM = block("CONTRIBUTING.md", "cispo").replace("train_math.main()", "import os") + """

@@ -380,14 +380,15 @@ class TestEvaluation:
     @pytest.mark.parametrize("before, after, words", [
         ([0, 0, 0, 1], [1, 1, 0, 1], "0.25 before and 0.75 after, a difference of +0.5, whose "
                                      "paired 95% CI +0.01 to +0.99 excludes 0: it has risen"),
-        ([1, 1, 1, 1], [0, 0, 1, 0], "excludes 0: it has fallen"),
+        ([1, 1, 1, 1], [0, 0, 1, 0], "excludes 0: it has fallen. The share of the most frequent "
+                                     "response is 100% before and 75% after"),
         ([0, 1, 0, 1], [1, 0, 0, 1], "includes 0, so no change is shown"),
         ([0.5, 0.5], [0.5, 0.5], "difference of +0, whose paired 95% CI +0 to +0 includes 0"),
         ([0.2, 0.4, 0.3], [0.6, 0.9, 0.8, 1.0], "0.3 before and 0.767 after"),
     ])
     def test_is_compared_with_an_earlier_one_in_words(self, before, after, words):
-        results = [[{"question": f"{i}?", "reward": value} for i, value in enumerate(values)]
-                   for values in (before, after)]
+        results = [[{"question": f"{i}?", "reward": value, "response": f"{value}"}
+                    for i, value in enumerate(values)] for values in (before, after)]
         assert words in support.metrics.outcome(*results)
         results[0][0]["question"] = "another?"
         assert "cannot be compared" in support.metrics.outcome(*results)
