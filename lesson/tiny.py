@@ -48,7 +48,11 @@ before it together? Only last digits count. A short example, in which c stands f
   question   {question}
   reasoning  {reasoning}
   answer     {answer}
-The questions of this run ask for 10 to 16 months, and {questions} of them are held out."""
+The questions of this run ask for 10 to 16 months, and {questions} of them are held out.
+In each line below, cut is the fraction of responses that reach the length limit, and
+equal_reward_groups that of questions whose responses all have the same reward (no gradient).
+eval_best_constant is the accuracy of giving the same answer to all questions. lesson/README.md
+explains the rest."""
 GREEDY = """\
 This is greedy decoding, which takes the most probable token each time. Its accuracy often runs
 ahead of the reward of sampled responses, because a token need only be a little more probable than
@@ -179,7 +183,7 @@ def summarise(folder):
     print(f"  {pair[0]['question']}  (correct: {pair[0]['gold']})")
     for name, row in zip(("before", "after"), pair):
         print(f"  {name + ':':7} {' '.join(row['response'].split())}")
-    if "reward" in rows[-1]:
+    if accuracies[1] > rows[-1].get("reward", 1):
         print(GREEDY.format(reward=rows[-1]["reward"]))
     return "{:.0%} to {:.0%}".format(*accuracies)
 
@@ -205,8 +209,11 @@ def main(argv=None):
     draw({cfg.algorithm: read(output / "metrics.jsonl")}, picture,
          title=f"{cfg.algorithm.upper()}, world {args.world}: held-out accuracy {result}")
     print(f"a picture of the run: {picture}")
-    print("next, the same run without the clip: "
-          "python -m lesson.tiny --eps_low 1 --eps_high 1e9 --output_dir runs/no_clip")
+    if cfg.algorithm == "gspo" and cfg.eps_high is None:
+        print("next, the same run without the clip: "
+              "python -m lesson.tiny --eps_low 1 --eps_high 1e9 --output_dir runs/no_clip")
+    else:
+        print("next, read what these runs show: lesson/README.md")
 
 
 if __name__ == "__main__":
