@@ -1,10 +1,14 @@
-"""Draws clip.png and weights.png, the two pictures of the lesson that need no run, from the
-functions of gspo.py: python -m lesson.pictures
+"""Draws three pictures of the lesson, which need no new run: python -m lesson.pictures
 
-clip.png shows the clipped objective of a response, and weights.png by how much several losses
+rollout.png shows the importance ratios in one step of the small world, from the log that is in
+explorer.html. The others are drawn from the functions of gspo.py: clip.png shows the clipped objective of a response, and weights.png by how much several losses
 multiply the gradient of a response. There, all tokens of the response have the same ratio, so that
 the ratio of each token is also that of the response.
 """
+import base64
+import json
+import re
+import zlib
 from pathlib import Path
 
 import torch
@@ -55,7 +59,8 @@ def weight(objective, ratio, advantage):
 
 
 def draw_clip(path):
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure.suptitle(f"The clipped objective, with an example range of {1 - LOW} to {1 + HIGH}")
     ratio = torch.linspace(0.4, 1.7, 1301).double()
     panels = figure.subplots(1, 2)
     for axis, advantage in zip(panels, (1.0, -1.0)):
@@ -80,7 +85,8 @@ def draw_clip(path):
 
 
 def draw_weights(path):
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure.suptitle("By how much each loss multiplies the gradient of a response")
     ratio = torch.linspace(0.3, 2.2, 3801).double()
     panels = figure.subplots(1, 2, sharey=True)
     for axis, advantage in zip(panels, (1.0, -1.0)):
@@ -96,6 +102,40 @@ def draw_weights(path):
     save(figure, path)
 
 
+def log_of_a_step():
+    """(log s (updates, B) with GSPO, the same without a clip, advantages (B,)) of explorer.html."""
+    page = (HERE / "explorer.html").read_text(encoding="utf-8")
+    log = json.loads(re.search(r"const D = (.*);", page)[1])["log"]
+    advantages = torch.tensor(log["step"]["advantages"])
+    found = []
+    for name in "gspo", "none":
+        data = bytearray(zlib.decompress(base64.b64decode(log[name]["log_s"])))
+        log_s = torch.frombuffer(data, dtype=torch.int16) / 4000
+        found.append(log_s.view(-1, len(advantages)))
+    return *found, advantages
+
+
+def draw_rollout(path):
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure.suptitle("Without the clip, most wrong responses become almost impossible in one step")
+    *log_s, advantages = log_of_a_step()
+    for axis, values, title in zip(figure.subplots(1, 2, sharey=True), log_s,
+                                   ("with GSPO's clip", "without the clip")):
+        updates = range(1, len(values) + 1)
+        for kind, chosen, color, line in (("correct", advantages > 0, "#009E73", "-"),
+                                          ("wrong", advantages < 0, "#8a2d74", "--")):
+            ratios = values[:, chosen].exp()
+            axis.plot(updates, ratios, color=color, linewidth=0.4, alpha=0.25)
+            axis.plot(updates, ratios.median(1).values, color=color, linestyle=line, linewidth=3,
+                      label=f"{kind} responses: the median")
+        axis.axhline(1, color="0.5", linewidth=0.8)
+        axis.set(title=title, xlabel="optimizer update in this step", xlim=(1, len(values)))
+        axis.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("importance ratio s")
+    figure.axes[0].legend(loc="lower left", fontsize=9)
+    save(figure, path)
+
+
 def save(figure, path):
     figure.savefig(path, dpi=120)
     shrink(path)
@@ -104,3 +144,4 @@ def save(figure, path):
 if __name__ == "__main__":
     draw_clip(HERE / "clip.png")
     draw_weights(HERE / "weights.png")
+    draw_rollout(HERE / "rollout.png")

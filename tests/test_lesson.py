@@ -105,9 +105,10 @@ def test_the_weights_in_the_picture_are_the_gradients_of_the_losses(advantage):
         torch.testing.assert_close(weight, gradient, rtol=1e-5, atol=1e-5)
 
 
-def test_draws_both_pictures(tmp_path):
+def test_draws_its_pictures(tmp_path):
     """Each differs from the published one by little, because other fonts may be installed."""
-    for name, draw in (("clip.png", pictures.draw_clip), ("weights.png", pictures.draw_weights)):
+    for name, draw in (("clip.png", pictures.draw_clip), ("weights.png", pictures.draw_weights),
+                       ("rollout.png", pictures.draw_rollout)):
         draw(tmp_path / name)
         found, published = (Image.open(folder / name) for folder in (tmp_path, TOP / "lesson"))
         assert found.mode == "P", "it has few colours, so the file is small"
