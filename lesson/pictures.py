@@ -1,9 +1,10 @@
 """Draws three pictures of the lesson, which need no new run: python -m lesson.pictures
 
-rollout.png shows the importance ratios in one step of the small world, from the log that is in
-explorer.html. The others are drawn from the functions of gspo.py: clip.png shows the clipped objective of a response, and weights.png by how much several losses
-multiply the gradient of a response. There, all tokens of the response have the same ratio, so that
-the ratio of each token is also that of the response.
+clip.png shows the clipped objective of a response, and weights.png by how much several losses
+multiply the gradient of a response. Both come from the functions of gspo.py. In weights.png, all
+tokens of the response have the same ratio, so that the ratio of each token is also that of the
+response. rollout.png shows the importance ratios in one step of the small world, from the log that
+is in explorer.html.
 """
 import base64
 import json
