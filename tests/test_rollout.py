@@ -224,6 +224,7 @@ class TestBothSamplers:
 
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_are_greedy_at_temperature_0(self, model, prompts, sampler):
+        prompts = [[0, *prompt] for prompt in prompts]  # 0 is an id like any other
         responses, sampled = sampler(model, prompts, 2, 5, 0.0, torch.tensor([-1]))
         for k, prompt in enumerate(prompts):
             ids = list(prompt)
