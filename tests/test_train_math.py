@@ -384,8 +384,8 @@ class TestEvaluation:
                                      "response is 100% before and 75% after"),
         ([0, 1, 0, 1], [1, 0, 0, 1], "includes 0, so no change is shown"),
         ([0.5, 0.5], [0.5, 0.5], "difference of +0, whose paired 95% CI +0 to +0 includes 0"),
-        ([0.2, 0.4, 0.3], [0.6, 0.9, 0.8, 1.0], "0.3 before and 0.767 after, a difference of +0.467,"
-                                                 " whose paired 95% CI +0.413 to +0.52 "),
+        ([0.2, 0.4, 0.3], [0.6, 0.9, 0.8, 1.0], "0.3 before and 0.767 after, a difference of "
+                                                 "+0.467, whose paired 95% CI +0.413 to +0.52 "),
     ])
     def test_is_compared_with_an_earlier_one_in_words(self, before, after, words):
         results = [[{"question": f"{i}?", "reward": value, "response": f"{value}"}
