@@ -4,7 +4,8 @@ r"""Hand-outs and grades of the first two homeworks: the maths (gspo.py), the lo
     python -m homework.grade loop --handout FOLDER         train_math.py with four blanks, the same
     python -m homework.grade maths --grade FILES           the grades of a class: a row per file
     python -m homework.grade loop --grade FILES --json     the same, with a JSON object per line
-    python -m homework.grade maths --handout FOLDER gspo_loss    a smaller one: one blank function
+    python -m homework.grade maths --handout FOLDER gspo_loss    a short form: one blank function
+    python -m homework.grade maths --grade FILES gspo_loss       the grades of this short form
 
 `python test_gspo.py ...` is the same as `python -m homework.grade maths ...`. In FILES, a folder
 stands for each my_gspo.py (or train_math.py) below it. A hand-out overwrites nothing.
@@ -15,7 +16,8 @@ most a third, in proportion to the tests that pass. A mistake in sequence_ratio 
 costs no points in the losses that call them. A wrong sign, a sum that is not divided, and a mean
 over the tokens of all responses cost points only in the first loss that has them. A mistake in a
 student's own helper costs points in every function that calls it. The whole assignment does not
-contain the private _helpers of gspo.py, because they are half of the answer.
+contain the private _helpers of gspo.py, because they are half of the answer. A short form has them,
+and the functions that its solutions call. Only its blank functions count: name them when you grade.
 
 The loop: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of train_step are blank. They
 count alike, by the same rule. If all four are correct, the whole step counts as a fifth part. The
@@ -27,9 +29,9 @@ The table shows the grade in percent, and for each part how many tests have pass
     {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
      ..., "total maths": [80, 97], "total promises": [31, 65], "remark": "..."}
 
-A remark says what to look at first, and why a file has no points. A file takes about ten seconds.
-If a test ends the process, or does not end, the part that it tests loses its points, and the tests
-of the other parts are run in a new process.
+A remark says what to look at first, and why a file has no points. A file takes ten seconds. If a
+test ends the process, or does not end, its part loses its points, and the other parts are tested in
+a new process.
 
 The grader does not protect you from a malicious file, which runs with your rights. Use a container
 if this matters. Nor does it prove that a file is honest. A remark names words that an honest
@@ -51,7 +53,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -97,7 +99,8 @@ class Homework:
     title: str                     # of the sheet for students
     task: str                      # what the sheet asks for
     pieces: Callable               # from source text to {what a student writes: its syntax trees}
-    assignment: Callable           # from the names of functions (none: all) to the blank file
+    assignment: Callable           # makes the text of the blank file
+    select: str = ""               # of a short form: the -k of pytest that selects its tests
 
 
 def refuse(line):
@@ -106,7 +109,9 @@ def refuse(line):
 
 
 def read_text(path):
-    return path.read_text(encoding="utf-8")
+    """The text of this file, or None if it cannot be read."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
 
 
 # ---- the first homework: the maths ---------------------------------------------------------------
@@ -127,21 +132,24 @@ def maths_pieces(source):
     return {name: [functions[name]] for name in FUNCTIONS if name in functions}
 
 
-def maths_assignment(names):
+def maths_assignment(blanks=FUNCTIONS):
     """gspo.py with `raise NotImplementedError` for the bodies of these functions, docstrings kept.
 
-    Without names, all functions in FUNCTIONS are blank, and all other functions are left out."""
-    for name in names:
-        if name not in FUNCTIONS:
-            refuse(f"there is no blank {name}; the blanks are {', '.join(FUNCTIONS)}")
+    A short form has no other loss, from which a blank one would follow in one line."""
     source = read_text(MATHS.solution)
+    functions = named(ast.parse(source).body)
+    given = set()
+    if blanks != FUNCTIONS:
+        source = source.partition("\n\n\nif __name__")[0]  # an example that calls other functions
+        solutions = ast.Module([functions[name] for name in blanks], [])
+        given = functions.keys() - set(FUNCTIONS) | names_in(solutions)
     lines = source.splitlines()
-    for name, node in reversed(named(ast.parse(source).body).items()):
-        if not names and name not in FUNCTIONS:
-            del lines[node.lineno - 1:node.end_lineno + 2]  # and the two blank lines below
-        elif not names or name in names:
+    for name, node in reversed(functions.items()):
+        if name in blanks:
             body = slice(node.body[0].end_lineno, node.end_lineno)
             lines[body] = ["    raise NotImplementedError"]
+        elif name not in given:
+            del lines[node.lineno - 1:node.end_lineno + 2]  # and the two blank lines below
     return "\n".join(lines) + "\n"
 
 
@@ -154,13 +162,21 @@ MATHS = Homework(
     parts=FUNCTIONS,
     title="the maths of GSPO",
     task="""\
-Write the bodies of the functions in my_gspo.py. Their docstrings say what each function returns,
-and name the equations of the paper (arXiv:2507.18071, version 2). You need only torch. First come
-the tests of the maths (90% of the points), and then those of the promises at the top of the file.
+Write the bodies of the functions in my_gspo.py. Each docstring says what its function returns, and
+names the equations of the paper (arXiv:2507.18071, version 2). You need only torch. First come the
+tests of the maths (90% of the points), and then those of the promises at the top of the file.
 The file mentions gspo.py and train_math.py, which you do not have.""",
     pieces=maths_pieces,
     assignment=maths_assignment,
 )
+
+
+def short_form(blanks):
+    """The homework of the maths in which only these functions are blank, and count."""
+    return replace(
+        MATHS, parts=blanks, assignment=lambda: maths_assignment(blanks),
+        task=MATHS.task.replace("bodies of the functions", f"body of {' and of '.join(blanks)}"),
+        select=" or ".join(name.title().replace("_", "") for name in blanks))
 
 
 # ---- the second homework: the loop ---------------------------------------------------------------
@@ -225,12 +241,10 @@ def body_of(function):
     return function.body[ast.get_docstring(function) is not None:]
 
 
-def loop_assignment(names):
+def loop_assignment():
     """train_math.py without these statements; docstrings, and the comments before them, stay.
 
     In MicroBatch.__init__, the lines that GIVEN finds stay, too."""
-    if names:
-        refuse(f"{' '.join(names)}: this homework has no smaller hand-out")
     source = read_text(ROOT / "train_math.py")
     lines = source.splitlines()
     answers = loop_pieces(source)
@@ -269,11 +283,13 @@ which you may use.""",
 # ---- hand-outs -----------------------------------------------------------------------------------
 
 
-def hand_out(homework, folder, names=()):
+def hand_out(homework, folder):
     copies = {**homework.copies, homework.tests.name: homework.tests}
     files = {name: read_text(path) for name, path in copies.items()}
-    files[homework.blank] = homework.assignment(names)
+    files[homework.blank] = homework.assignment()
     files["README.md"] = SHEET.format(**vars(homework) | {"tests": homework.tests.name})
+    if homework.select:
+        files["pytest.ini"] = f'[pytest]\naddopts = -k "{homework.select}"\n'
     for name in files:
         if (folder / name).exists():
             refuse(f"{folder / name} exists already, so nothing was written")
@@ -293,7 +309,7 @@ def run_tests(homework, path, log, dead):
         "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
-            [*command, str(homework.tests)], cwd=folder, env=environment,
+            [*command, "-k", homework.select, str(homework.tests)], cwd=folder, env=environment,
             stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.DEVNULL,
             start_new_session=True, preexec_fn=limit_memory if os.name == "posix" else None)
         try:
@@ -390,11 +406,10 @@ def fingerprints(homework, source):
     return {name: fingerprint(nodes) for name, nodes in homework.pieces(source).items()}
 
 
-def suspicious(source):
-    """Names in the code that an honest solution does not need."""
-    fields = "id", "attr", "name", "module"  # of names, attributes and imports
-    nodes = list(ast.walk(ast.parse(source)))
-    return {getattr(node, field, None) for node in nodes for field in fields} & WORDS
+def names_in(tree):
+    """The names, attributes and imports in the code."""
+    fields = "id", "attr", "name", "module"
+    return {getattr(node, field, None) for node in ast.walk(tree) for field in fields}
 
 
 def what_it_is_not(source):
@@ -416,7 +431,7 @@ def remarks_on_source(homework, name, source, seen):
     """What a teacher should read in this file, which can be parsed."""
     remarks = []
     reference = read_text(homework.solution)
-    used = suspicious(source) - suspicious(reference)
+    used = names_in(ast.parse(source)) & WORDS - names_in(ast.parse(reference))
     if used:
         remarks.append(f"mentions {', '.join(sorted(used))}: read the file")
     answers = fingerprints(homework, reference)
@@ -425,7 +440,8 @@ def remarks_on_source(homework, name, source, seen):
         whole = fingerprint([*named(ast.parse(source).body).values()])
         if seen.setdefault(whole, name) != name:
             remarks.append(f"{COPIED} {seen[whole]}, except for names and docstrings")
-    same = [piece for piece in own if own[piece] == answers[piece]]
+    given = fingerprints(homework, homework.assignment())
+    same = [piece for piece in own if own[piece] == answers[piece] != given.get(piece)]
     if same:
         remarks.append(f"{COPIED} {homework.solution.name}: {', '.join(same)}")
     return remarks
@@ -450,10 +466,8 @@ def grade(homework, name, source, seen):
     notes = {}
     for part, (counts, note) in results["parts"].items():
         notes[part] = note
-        for kind, points in counts.items():
-            row[f"{part} {kind}"] = points
-    for kind, points in results["total"].items():
-        row[f"total {kind}"] = points
+        row |= {f"{part} {kind}": points for kind, points in counts.items()}
+    row |= {f"total {kind}": points for kind, points in results["total"].items()}
     blank = [part for part, note in notes.items() if "still to be written" in note]
     if blank:
         remarks.append(f"still to be written: {', '.join(blank)}")
@@ -461,17 +475,10 @@ def grade(homework, name, source, seen):
     return row | {"remark": "; ".join(remarks)}
 
 
-def source_of(path):
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
 def grade_class(homework, paths, as_json):
     """Prints a row for each file as soon as it is graded."""
-    sources = [(str(path), source_of(path)) for path in paths]  # before the first one runs
-    full = grade(homework, homework.solution.name, source_of(homework.solution), {})
+    sources = [(str(path), read_text(path)) for path in paths]  # before the first one runs
+    full = grade(homework, homework.solution.name, read_text(homework.solution), {})
     columns = [name for name in full if name not in ("file", "grade", "remark")]
     table = csv.writer(sys.stdout, lineterminator="\n")
     if not as_json:
@@ -482,20 +489,21 @@ def grade_class(homework, paths, as_json):
         row = grade(homework, name, source, seen)
         points = {column: row.get(column, [0, full[column][1]]) for column in columns}
         if as_json:
-            print(json.dumps({"file": name, "grade": row["grade"], **points,
-                              "remark": row["remark"]}))
+            print(json.dumps(row | points))
         else:
             passed = [points[column][0] for column in columns]
             table.writerow([name, row["grade"], *passed, row["remark"]])
         sys.stdout.flush()
 
 
-def files_of(homework, names):
-    """These files. A folder stands for all files below it that have the name of the hand-out."""
-    paths = []
-    for path in map(Path, names):
-        paths += sorted(path.rglob(homework.blank)) if path.is_dir() else [path]
-    return paths
+def files_of(homework, path):
+    """This file, or the files below this folder that have the name of the hand-out.
+
+    A file that is missing is graded, too. A folder or pattern without files is an error."""
+    found = sorted(path.rglob(homework.blank)) if path.is_dir() else [path]
+    if not found or "*" in str(path) or not (path.suffix or path.exists()):
+        refuse(f"no file matches {path}")
+    return found
 
 
 def main(argv=None):
@@ -503,23 +511,28 @@ def main(argv=None):
         prog="python -m homework.grade", description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("homework", choices=["maths", "loop"])
-    parser.add_argument("names", nargs="*", metavar="NAMES",
-                        help="FILES to grade, or the functions of gspo.py that are to be blank")
+    parser.add_argument("names", nargs="*", metavar="NAMES", help="FILES, or blank functions")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--handout", type=Path, metavar="FOLDER", help="write a hand-out to FOLDER")
     what.add_argument("--grade", action="store_true", help="grade FILES")
     parser.add_argument("--json", action="store_true", help="print JSON instead of CSV")
     flags = parser.parse_intermixed_args(argv)
-    homework = {"maths": MATHS, "loop": LOOP}[flags.homework]
-    if flags.handout:
+    blanks = tuple(name for name in FUNCTIONS if name in flags.names)
+    maths = short_form(blanks) if 0 < len(blanks) < len(FUNCTIONS) else MATHS
+    homework = {"maths": maths, "loop": LOOP}[flags.homework]
+    files = [name for name in flags.names if name not in homework.parts]
+    if flags.handout and files:
+        refuse(f"there is no blank {files[0]}; the blanks are {', '.join(MATHS.parts)}")
+    elif flags.handout:
         try:
-            hand_out(homework, flags.handout, flags.names)
+            hand_out(homework, flags.handout)
         except OSError as error:
             refuse(f"the hand-out cannot be written: {error}")
-    elif not flags.names:
+    elif not files:
         refuse("--grade needs the files to grade, or their folder")
     else:
-        grade_class(homework, files_of(homework, flags.names), flags.json)
+        paths = [path for name in files for path in files_of(homework, Path(name))]
+        grade_class(homework, paths, flags.json)
 
 
 if __name__ == "__main__":

@@ -264,6 +264,13 @@ class Grader:
         fractions = [self.fraction(part) for part in self.parts if self.counts_in_the_grade(part)]
         return 100 * sum(fractions) / len(fractions)
 
+    def result(self):
+        """The grade in words. There is none if pytest has stopped early, as with -x."""
+        left = len(self.tests.keys() - self.hints.keys())
+        if left:
+            return f"no grade, because {left} tests were not run"
+        return f"grade {self.grade():.1f}%"
+
     def fraction(self, part):
         """The points of this part, from 0 to 1. A kind without tests (after -k) does not count."""
         points = most = 0
@@ -301,7 +308,7 @@ class Grader:
             line = f"{part or 'total':18}"
             for kind, (passed, of) in self.counts(part).items():
                 line += f"  {kind}{passed:4} of{of:4}"
-            note = self.note(part) if part else f"grade {self.grade():.1f}%"
+            note = self.note(part) if part else self.result()
             terminalreporter.line(f"{line}  {note}".rstrip())
         if self.tests.keys() <= self.hints.keys():
             parts = {part: [self.counts(part), self.note(part)] for part in self.parts}
