@@ -517,12 +517,13 @@ def main(argv=None):
     what.add_argument("--grade", action="store_true", help="grade FILES")
     parser.add_argument("--json", action="store_true", help="print JSON instead of CSV")
     flags = parser.parse_intermixed_args(argv)
-    blanks = tuple(name for name in FUNCTIONS if name in flags.names)
+    blanks = tuple(name for name in FUNCTIONS if name in flags.names and flags.homework == "maths")
     maths = short_form(blanks) if 0 < len(blanks) < len(FUNCTIONS) else MATHS
     homework = {"maths": maths, "loop": LOOP}[flags.homework]
-    files = [name for name in flags.names if name not in homework.parts]
+    files = [name for name in flags.names if name not in blanks]
     if flags.handout and files:
-        refuse(f"there is no blank {files[0]}; the blanks are {', '.join(MATHS.parts)}")
+        known = ", ".join(FUNCTIONS)
+        refuse(f"there is no blank {files[0]} in {homework.title}; the maths has {known}")
     elif flags.handout:
         try:
             hand_out(homework, flags.handout)
