@@ -522,8 +522,7 @@ def main(argv=None):
     homework = {"maths": maths, "loop": LOOP}[flags.homework]
     files = [name for name in flags.names if name not in blanks]
     if flags.handout and files:
-        known = ", ".join(FUNCTIONS)
-        refuse(f"there is no blank {files[0]} in {homework.title}; the maths has {known}")
+        refuse(f"no blank {files[0]} in {homework.title}; the maths has {', '.join(FUNCTIONS)}")
     elif flags.handout:
         try:
             hand_out(homework, flags.handout)
