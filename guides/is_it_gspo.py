@@ -4,10 +4,8 @@
     python guides/is_it_gspo.py --importance_sampling_level sequence --loss_type grpo
     python guides/is_it_gspo.py --json FILE             prints one JSON object
 
-It needs read_settings.py, which reads Python files and shell scripts, public_configurations.json,
-which has the keys and defaults of each engine, and PyYAML for YAML files. No code of the file is
-run. What the check cannot read is reported, and is "unknown". The page is_it_gspo.md explains the
-questions.
+It needs read_settings.py and public_configurations.json, and PyYAML for YAML files. It runs no code
+of the file. What it cannot read is reported, and is "unknown". See the page is_it_gspo.md.
 """
 import ast
 import json
@@ -17,21 +15,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-from read_settings import HOLE, OF_ENGINES, Code, Unread, flags, number, with_values
+from read_settings import HOLE, OF_ENGINES, Code, Unread, flags, flat, number, with_values
 
 FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_text("utf-8"))
 HEREDOC = re.compile(r"""(?s)([^\n]*<<-?\s*['"]?(\w+)['"]?[^\n]*)\n(.*?)\n\s*\2(?=\n|$)""")
-
-
-def flat(items, path=""):
-    """Nested settings as {"a.b": value}."""
-    found = {}
-    for key, value in items.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{path}{key}.")
-        else:
-            found[f"{path}{key}" if key else None] = value
-    return found
 
 
 def with_defaults(text, folder):
@@ -172,8 +159,7 @@ def judged(settings):
         "mean": FACTS["means"].get(mean[0].lower(), "unknown"),
         "updates": int(updates) if updates % 1 == 0 else updates,
         "eps_low": number(low[0]),
-        "eps_high": number(high[0]),
-    }
+        "eps_high": number(high[0])}
     values["verdict"] = verdict(**values)
     values = {key: "unknown" if value != value else value for key, value in values.items()}
     sources = {"level": [level[1]], "mean": [mean[1]], "updates": steps, "eps_low": [low[1]],
@@ -197,14 +183,27 @@ def verdict(level, mean, updates, eps_low, eps_high):
     return "gspo" if mean == "responses" and eps_low + eps_high > 0 else "unknown"
 
 
+def remarks(runs):
+    """What a user should know besides the verdict, which does not depend on it."""
+    found = [f"the file has {len(runs)} configurations"] * (len(runs) > 1)
+    for run in runs:
+        for key, value in run.items():
+            harmless = FACTS["additions"].get(str(key).split(".")[-1], [str(value)])
+            if str(value) not in harmless:
+                found.append(f"{key} = {value}, which the verdict does not consider")
+        engine = engine_of(run)
+        estimator, source = look(run, *engine.get("advantages", ("", "grpo")), engine)
+        if estimator != "grpo":
+            found.append(f"{source}. {FACTS['advantages']}")
+    return dict.fromkeys(found)
+
+
 def answer(values, mean):
     """The last lines: the verdict, and each deviation from GSPO."""
     sides = [values[side] for side in ("eps_low", "eps_high") if values[side] != "unknown"]
-    holds = {
-        "mean": values["mean"] in ("tokens", "other"),
-        "range": max(sides, default=0) > 0.05,
-        "updates": values["updates"] == "unknown",
-    }
+    holds = {"mean": values["mean"] in ("tokens", "other"),
+             "range": max(sides, default=0) > 0.05,
+             "updates": values["updates"] == "unknown"}
     more = [FACTS["deviations"][name].format(mean=mean) for name in holds if holds[name]]
     return [FACTS["verdicts"][values["verdict"]], *more]
 
@@ -243,7 +242,8 @@ def main(arguments):
         value = mean if name == "mean" else values.get(name, "")
         print(f"{question}: {value}")
         print(*[f"      {source}" for source in dict.fromkeys(sources.get(name, []))], sep="\n")
-    print(FACTS["not_read"], *answer(values, mean), sep="\n")
+    notes = [f"note: {remark}" for remark in remarks(runs)]
+    print(*notes, FACTS["not_read"], *answer(values, mean), sep="\n")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,17 @@ def computed(text):
         return Unread(text)
 
 
+def flat(items, path=""):
+    """Nested settings as {"a.b": value}."""
+    found = {}
+    for key, value in items.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}" if key else None] = value
+    return found
+
+
 def number(text):
     return float(text) if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text) else math.nan
 
