@@ -381,6 +381,30 @@ def test_the_command_prints_what_is_set_what_is_a_default_and_a_verdict(tmp_path
     assert printed.count("\n") < 25
 
 
+SHORT = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]
+
+
+@pytest.mark.parametrize("words, notes", [
+    ([*FLAGS.split(), "--beta", "0.04"], ["beta = 0.04, which the verdict does not consider"]),
+    ([*FLAGS.split(), "--beta", "0.0", "--delta", "2"], ["delta = 2, which"]),
+    (FLAGS.split(), []),
+    (SHORT, ["adv_estimator is not set; the default of verl 0.9.1 is gae. GSPO needs the adv"]),
+    ([*SHORT, "algorithm.adv_estimator=gae"], ["algorithm.adv_estimator = gae. GSPO needs the adv"]),
+    ([*SHORT, "algorithm.adv_estimator=grpo"], []),
+])
+def test_notes_name_what_the_verdict_does_not_consider(words, notes, capsys):
+    is_it_gspo.main(words)
+    found = re.findall("note: (.*)", capsys.readouterr().out)
+    assert len(found) == len(notes)
+    assert all(line.startswith(note) for line, note in zip(found, notes))
+
+
+def test_a_note_says_that_there_are_several_configurations(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("a = GRPOConfig(loss_type='grpo')\nb = GRPOConfig(beta=0)")
+    assert "note: the file has 2 configurations" in output_of(path)
+
+
 @pytest.mark.parametrize("change, expected", [
     ("--beta 0.04", []),
     ("--epsilon_high 0.2", ["range"]),
