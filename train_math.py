@@ -174,6 +174,7 @@ class MicroBatch:
 
 def build_minibatches(rollout, advantages, cfg, keeps_all=False):
     """Split a rollout into minibatches, one per optimizer step: lists of micro-batches.
+
     A micro-batch holds at most micro_batch_tokens, or a single response. It serves for the old and
     the new log-probs, because other padding or neighbours would round them differently. Responses
     with advantage 0 have no gradient and are left out, as are empty minibatches, but train_step
@@ -306,6 +307,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 
 def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **replaced):
     """The mean reward of `group_size` responses to each question; greedy decoding by default.
+
     With the default reward, eval_last_number is the accuracy if the last number of a response
     counts as its answer, whatever its format. eval_results has a dict for each response."""
     parts = replace_parts(Parts(), replaced)
@@ -325,6 +327,7 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **
 def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, on_step=None,
           user_state=None, **replaced):
     """Train for max_steps rollouts, from the beginning or from a saved state.
+
     questions, held_out: dicts with a "question" and the columns that the reward needs. state: from
     load_state. on_step: called with the row of each step, to which it may add, such as wandb.log.
     If it returns True, or the Event `stop` is set, the run ends after the step. user_state: a dict

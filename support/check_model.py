@@ -13,6 +13,7 @@ from support.sampling import check_rollout, end_tokens
 
 def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     """Try all that a step calls, apart from the optimizer and the metrics, on two short responses.
+
     ValueError: the model or a part cannot be used."""
     algorithm = algorithms[cfg.algorithm]
     model.eval()
@@ -67,6 +68,7 @@ def blames(what, parts, *names):
 
 def check_template(model, tokenizer, rollout):
     """A note if the token that ends a turn in the chat template does not end a response.
+
     ValueError: the prompts of two questions are equal."""
     first, last = (row["question"] for row in rollout.questions)
     if rollout.prompts[0] == rollout.prompts[1] and first != last:

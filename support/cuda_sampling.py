@@ -71,6 +71,7 @@ def cache_can_be_static(model, length):
 
 def static_rollout(model, prompts, group_size, max_length, temperature, end_ids):
     """dynamic_rollout for CUDA: fixed shapes, and one CUDA graph that samples a token of each row.
+
     Decoding one token launches hundreds of small kernels, which takes longer than running them. A
     CUDA graph records the kernels once, and then launches all of them with one call, which repeats
     the same work on the same memory. So no tensor may change its shape or its place, finished

@@ -113,6 +113,7 @@ def correctness_reward(prompts, completions, answer, strict=True, **columns):
 
 def extract_answer(completion, strict=True):
     r"""The answer of a completion, as a canonical number such as '-1234.5', or None.
+
     completion: a text, or a list of chat messages, as TRL passes them. strict: the number after the
     last '####' or in the last '\boxed{}', whichever comes last; otherwise the last number. Only
     words, %, ° and brackets may follow it, or '=' with a calculation. LaTeX fonts and spaces,

@@ -66,6 +66,7 @@ def next_tokens(logits, temperature):
 
 def prefill(model, cache, prompts, group_size):
     """Read each prompt once, and then copy its keys and values for each response of its group.
+
     Returns the logits (B, V) of the first tokens, and the mask (B, L) of the prompts, which are
     padded on the left so that all responses start in the same column."""
     ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
@@ -81,6 +82,7 @@ def prefill(model, cache, prompts, group_size):
 
 def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids):
     """Sample `group_size` responses to each prompt at `temperature` (0: greedy).
+
     prompts: lists of token ids; end_ids (n,): the ids that end a response. Returns the B responses,
     group by group, as lists of token ids with the end token, and their log-probs (B, max_length),
     0 after the end (at temperature 0, those of temperature 1). A sampler of your own may return a
