@@ -389,7 +389,7 @@ SHORT = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]
     ([*FLAGS.split(), "--beta", "0.0", "--delta", "2"], ["delta = 2, which"]),
     (FLAGS.split(), []),
     (SHORT, ["adv_estimator is not set; the default of verl 0.9.1 is gae. GSPO needs the adv"]),
-    ([*SHORT, "algorithm.adv_estimator=gae"], ["algorithm.adv_estimator = gae. GSPO needs the adv"]),
+    ([*SHORT, "algorithm.adv_estimator=gae"], ["algorithm.adv_estimator = gae. GSPO needs"]),
     ([*SHORT, "algorithm.adv_estimator=grpo"], []),
 ])
 def test_notes_name_what_the_verdict_does_not_consider(words, notes, capsys):
