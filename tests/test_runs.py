@@ -87,14 +87,19 @@ def slow(cases, quick):
 
 @pytest.fixture
 def handlers():
-    """Those of a program in the foreground. Afterwards, all handlers must be as they were."""
+    """Those of a program in the foreground, also if the tests run in the background or with nohup.
+    Afterwards, all handlers must be as they were."""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    for number in signal.SIGINT, signal.SIGTERM:
+    changed = [signal.SIGINT, signal.SIGTERM]
+    for number in changed:
         signal.signal(number, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP"):
+        changed.append(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     expected = {number: signal.getsignal(number) for number in before}
     yield
     found = {number: signal.getsignal(number) for number in before}
-    for number in signal.SIGINT, signal.SIGTERM:
+    for number in changed:
         signal.signal(number, before[number])
     assert found == expected
 
@@ -146,6 +151,7 @@ class TestResuming:
             assert stop.value.code == 128 + signal.Signals[names[0]] and len(rows) == 4
             assert (tmp_path / "a" / "model" / "model.safetensors").exists()
         run(command, tmp_path / "a")
+        assert "is the model after step 6" in capsys.readouterr().out
         assert_same(whole, tmp_path / "a")
 
     @not_on_windows
