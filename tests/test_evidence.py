@@ -3,6 +3,7 @@ no run is made twice."""
 import copy
 import json
 import math
+import random
 import re
 import statistics
 
@@ -15,6 +16,7 @@ import train_math
 from evidence import (
     compare,
     lesson_seeds,
+    own_tasks,
     settings,
     stale,
     successors,
@@ -68,21 +70,6 @@ def test_what_is_chosen_depends_on_the_validation_questions_alone():
         found[name, rate] = [{"validation": validation, "held out": held_out}]
     for name in tables.RATES:
         assert tables.choice(found, name) == (2e-4, "0.7")
-
-
-@pytest.mark.parametrize("page", ["lesson/in_depth.md", "homework/find_the_bug.md"])
-def test_pages_show_the_means_of_the_changed_gradients(page):
-    means = []
-    for line in tables.gradients(tables.logs("lesson")["gradients"]).splitlines():
-        cells = [re.sub(r" \(.*\)", "", cell.strip()) for cell in line.strip("|").split("|")]
-        if len(cells) == 7 and "±" in cells[4]:
-            norm, _, reward, difference, accuracy, _ = cells[1:]
-            means.append((f"{float(norm):.2g}", reward, difference, accuracy))
-    text = (TOP / page).read_text(encoding="utf-8")
-    rows = [tuple(row) for row in re.findall(
-        r"^\|[^|]*\| (\S+) \| (\S+%) \| ([+-]\S+ ± \S+) \| (\d+\.\d%).* \|$", text, re.M)]
-    rows = [(f"{float(norm):.2g}", *others) for norm, *others in rows]
-    assert len(rows) >= 3 and set(rows) <= set(means)
 
 
 # ---- comparisons on tiny models ------------------------------------------------------------------
@@ -397,3 +384,27 @@ def test_wider_heads_change_no_log_probs(tiny):
     with torch.no_grad():
         assert (wide(ids).logits - model(ids).logits).abs().max() < 1e-3
     assert wide.config.head_dim == 32
+
+
+# ---- tasks of one's own --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task, right, partly, wrong", [
+    ("files", "{answer}", "Sure: {answer}", "report.xyz"),
+    ("order", "{answer}", "name: {answer}", "{source}"),
+    ("price", "{answer}", "It costs {answer}", "$1.00"),
+    ("slogan", "{answer} a b c d e f g", "{answer} a b c", "{source}"),
+    ("label", "It is {answer}.", None, "billing or account"),
+])
+def test_the_rewards_of_the_five_tasks(task, right, partly, wrong):
+    make_rows, reward, _ = own_tasks.TASKS[task]
+    rows = make_rows(50, random.Random(1))
+    assert rows == make_rows(50, random.Random(1)) and len({row["question"] for row in rows}) == 50
+    for row in rows:
+        columns = {name: value for name, value in row.items() if name != "question"}
+        words = columns.get("n_words", 8)
+        text = " ".join(right.format(**columns).split()[:words])
+        assert reward(text, **columns) == 1
+        assert reward(wrong.format(**columns), **columns) == 0
+        if partly:
+            assert 0 < reward(partly.format(**columns), **columns) <= 1
