@@ -79,7 +79,8 @@ def evaluation_metrics(rollout, scores, own_metrics, group_size):
             row[f"eval_{name}_interval"] = wilson(sum(values), len(values))
         for result, value in zip(results, values):
             result[name] = value
-    golds = Counter(str(result["gold"]) for result in results if result["gold"] is not None)
+    golds = Counter(str(result["gold"]).strip().casefold()  # "Yes " and "yes" are one label
+                    for result in results if result["gold"] is not None)
     for _, count in golds.most_common(1):
         if 1 < count > len(results) / 10:  # there are few different answers
             row["eval_best_constant"] = count / len(results)  # accuracy of always the same answer

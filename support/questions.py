@@ -47,7 +47,7 @@ def load_questions(cfg, reward=None):
     held_out = unseen[:cfg.eval_size]
     n = len(held_out)
     text = f"note: {n} questions are held out"
-    answers = Counter(str(row["answer"]) for row in held_out if "answer" in row)
+    answers = Counter(str(row["answer"]).strip().casefold() for row in held_out if "answer" in row)
     for answer, count in answers.most_common(1):
         if 2 * count > n > 1:
             text += f". {answer!r:.60} is the answer to {count / n:.0%} of them"

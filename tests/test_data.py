@@ -209,6 +209,11 @@ class TestHeldOutQuestions:
         split_of(tmp_path, counts, 0)
         assert "is the answer" not in (shown := capsys.readouterr().out) and "few" not in shown
 
+    def test_with_one_answer_in_several_spellings_are_noted(self, tmp_path, capsys):
+        rows = [{"question": f"{i}?", "answer": ("Yes", "yes ", "no")[i % 3]} for i in range(90)]
+        load(write(tmp_path, {"q.csv": csv(rows)}), parity_reward, eval_size=512)
+        assert "'yes' is the answer to" in capsys.readouterr().out
+
     def test_that_are_trained_on_are_left_out_and_counted(self, tmp_path, capsys):
         held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
         held_out[0]["question"] += " "

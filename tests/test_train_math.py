@@ -370,7 +370,7 @@ class TestEvaluation:
     @pytest.mark.parametrize("answers, best", [
         (["login"] * 8 + ["billing"] * 6 + ["delivery"] * 4, 8 / 18), ([7, "7", 8], 2 / 3),
         (["#### 7", "3 + 4 = 7\n#### 7", "#### 8"], 2 / 3), ([None] * 9, None), (range(9), None),
-        ([*range(30), 1, 1], None),
+        ([*range(30), 1, 1], None), (["Yes", "yes ", "no"], 2 / 3),
     ])
     def test_has_the_accuracy_of_the_best_constant_answer(self, fresh, answers, best):
         questions = [{"question": "?", "answer": answer} for answer in answers]
