@@ -1,6 +1,5 @@
 """evidence/: the tables follow from the logs, the losses have the gradients of their formulas, and
 no run is made twice."""
-import copy
 import json
 import math
 import random
@@ -18,12 +17,10 @@ from evidence import (
     lesson_seeds,
     own_tasks,
     settings,
-    stale,
     successors,
     sums,
     tables,
     tasks,
-    vllm_sampler,
 )
 from gspo import clip_fraction, sequence_ratio
 from lesson import tiny
@@ -358,32 +355,6 @@ def test_advantages_per_turn_leave_out_responses_without_any(tiny):
     batch.old_log_probs = train_math.response_log_probs(tiny[0], batch, 1.0).detach()
     row = train_math.rollout_metrics(rollout, minibatches, advantages, cfg)
     assert row["equal_reward_groups"] == 0.5
-
-
-# ---- stale rollouts ------------------------------------------------------------------------------
-
-
-def test_a_stale_policy_samples_and_gives_the_old_log_probs(monkeypatch):
-    """In the first update of a step, log s is 0 at age 0. At age 1, it is 0 only in the first step.
-    At age 2, the third step still has the starting model's rollouts, so it has moved further."""
-    short = ["--max_steps", "3", "--prompts_per_step", "4", "--group_size", "4"]
-    train, held_out = tiny.questions()
-    monkeypatch.setattr(stale, "FLAGS", [*stale.FLAGS, *short])
-    monkeypatch.setattr(tiny, "questions", lambda: (train, held_out[:2]))
-    moved = [stale.run(0, age, ("gspo", 0.03, 0.04))["moved_first"] for age in (0, 1, 2)]
-    assert moved[0] == [0, 0, 0]
-    assert moved[1][0] == moved[2][0] == 0
-    assert moved[1][1] == moved[2][1] > 1e-3
-    assert moved[2][2] != moved[1][2] > 1e-3
-
-
-def test_wider_heads_change_no_log_probs(tiny):
-    model, _ = tiny
-    wide = vllm_sampler.with_wider_heads(copy.deepcopy(model))
-    ids = torch.randint(3, 50, (2, 90))
-    with torch.no_grad():
-        assert (wide(ids).logits - model(ids).logits).abs().max() < 1e-3
-    assert wide.config.head_dim == 32
 
 
 # ---- tasks of one's own --------------------------------------------------------------------------
