@@ -33,7 +33,7 @@ def check_folder(name):
     folder = Path(name)
     run = folder.parent if folder.name == "model" else folder
     if (run / "state.pt").exists() and not (run / "model").exists():
-        raise ValueError(f"the run wrote no model. Write it with: python -m tools.save_model {run}")
+        raise ValueError(f"{run} has no model. To write it, repeat its command with --max_steps 1")
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         if not importlib.util.find_spec("peft"):
