@@ -1,7 +1,7 @@
 """Runs experiments that compare GSPO with other algorithms, on tasks that one CPU core trains in a
 minute.
 
-    python -m evidence.compare NAME     an experiment of settings.py
+    python -m evidence.compare NAME     an experiment of tasks.py
     python -m evidence.compare tuned    GSPO, GRPO and no clip, each at several learning rates
 
 Every variant is trained by train_math.train from three starting models, which were trained before
@@ -28,18 +28,19 @@ from tqdm import tqdm
 
 import train_math
 from evidence import successors, tasks
-from evidence.settings import (
+from evidence.tables import GRID, LOGS, MODELS, QUESTIONS, comparison, learning_rates, read_runs
+from evidence.tasks import (
     COMPARISONS,
     EXPERIMENTS,
     GRPO,
     GSPO,
     NO_LOWER_BOUND,
     RETIRED,
+    TASKS,
+    settings_of,
     variant,
     variants_of,
 )
-from evidence.tables import GRID, LOGS, MODELS, QUESTIONS, comparison, learning_rates, read_runs
-from evidence.tasks import TASKS, settings_of
 from lesson import tiny
 from tools.logs import append, make_writable
 from tools.warm_up import tiny_model, tiny_tokenizer

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from evidence import lesson_seeds, own_tasks, rounding, speed
-from evidence.settings import COMPARISONS, EARLY, EXPERIMENTS, opening, variants_of
+from evidence import lesson_seeds, rounding, speed
+from evidence.tasks import COMPARISONS, EARLY, EXPERIMENTS, opening, variants_of
 from tools import answers, plot
 from tools.logs import STUDENT, markdown, mean_difference, mean_text, paired, read_packed
 from tools.plot import STYLES
@@ -757,6 +757,34 @@ The runs that chose the clip range, on 256 other questions, with one run per row
 {sums_on_gsm8k(runs)}"""
 
 
+# ---- tasks of one's own -------------------------------------------------------------------------
+
+
+def own_tasks(logs):
+    """Runs on five tasks of one's own, and those that chose the settings of the recipe."""
+    titles = ["task", "solutions first", "learning rate", "seed", "before", "after",
+              "difference (95% CI, paired)", "best constant", "fully correct", "criterion met",
+              "minutes"]
+    lines = []
+    for run in sorted(name[:-len("/summary")] for name in logs if name.endswith("/summary")):
+        summary = logs[f"{run}/summary"][0]
+        steps = [row["step"] for row in logs[f"{run}/metrics"] if "eval_reward" in row]
+        first, last = (logs[f"{run}/eval_{step}"] for step in (steps[0], steps[-1]))
+        before, after = ([row["reward"] for row in results] for results in (first, last))
+        difference, (low, high), _ = paired(before, after)
+        mean = statistics.fmean(after)
+        constant = summary["constant_reward"]
+        full = [sum(reward > 0.999 for reward in rewards) for rewards in (before, after)]
+        lines.append([
+            summary["task"], run.split("_")[1] if "_solutions_" in run else 0,
+            logs[f"{run}/metrics"][0]["settings"]["learning_rate"], summary["seed"],
+            f"{statistics.fmean(before):.3f}", f"{mean:.3f}",
+            f"{difference:+.3f} ({low:+.3f} to {high:+.3f})", f"{constant:.3f}",
+            "{} to {} of {}".format(*full, len(after)),
+            "yes" if low > 0 and mean > constant else "no", f"{summary['seconds'] / 60:.0f}"])
+    return markdown(titles, lines)
+
+
 # ---- skill or sharpening -------------------------------------------------------------------------
 
 
@@ -888,7 +916,7 @@ def page():
         "GSM8K on a GPU: metrics": gsm8k_steps(gsm8k_logs),
         "GSM8K on a CPU": gsm8k_on_a_cpu(gsm8k_logs),
         "Multiplication problems": multiplication(logs("sums")),
-        "Tasks of one's own": own_tasks.table(logs("own_tasks")),
+        "Tasks of one's own": own_tasks(logs("own_tasks")),
         "Rounding": rounding.table(precision["rounding"]),
         "Copies of the weights": kept(precision["kept"]),
         "Speed beside TRL on a CPU": speed.table(logs("speed")["beside_trl"]),

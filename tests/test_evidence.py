@@ -2,7 +2,6 @@
 no run is made twice."""
 import json
 import math
-import random
 import re
 import statistics
 
@@ -12,16 +11,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 import train_math
-from evidence import (
-    compare,
-    lesson_seeds,
-    own_tasks,
-    settings,
-    successors,
-    sums,
-    tables,
-    tasks,
-)
+from evidence import compare, lesson_seeds, successors, sums, tables, tasks
 from gspo import clip_fraction, sequence_ratio
 from lesson import tiny
 from tests.conftest import TOP, one_line, rollout_of
@@ -205,10 +195,10 @@ class TestRuns:
         monkeypatch.setattr(tasks, "task_reward", reward)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", [x for x in settings.EXPERIMENTS if x not in settings.RETIRED])
+    @pytest.mark.parametrize("name", [x for x in tasks.EXPERIMENTS if x not in tasks.RETIRED])
     def test_of_each_experiment_work_and_each_part_has_an_effect(self, small, name):
         gradients = {}
-        for spec in settings.variants_of(name):
+        for spec in tasks.variants_of(name):
             same = dict(task="", eps=0, epochs=0, learning_rate=0, max_steps=0)
             kind = json.dumps(spec | same, sort_keys=True)
             if kind not in self.GRADIENTS:
@@ -225,7 +215,7 @@ class TestRuns:
         jobs = compare.jobs_of("range_few", 2, 2)
         wanted = compare.missing(jobs + jobs, path)
         assert wanted == jobs and len(jobs) == 12, "each run once"
-        another = jobs[-1] | {"variant": settings.variant("grpo", 0.3)}  # of another experiment
+        another = jobs[-1] | {"variant": tasks.variant("grpo", 0.3)}  # of another experiment
         write_packed(path, {"runs": [*jobs[:-1], another]})
         assert compare.missing(jobs, path) == jobs[-1:]
         tuned = compare.tuned_jobs(6)
@@ -245,7 +235,7 @@ class TestRuns:
         ({"successor": "cispo"}, [1, 0.2]),
     ])
     def test_have_the_clip_fraction_of_their_own_clip(self, batch, pieces, eps):
-        spec = settings.variant("gspo", eps, **pieces)
+        spec = tasks.variant("gspo", eps, **pieces)
         algorithm = compare.algorithm_of(spec)
         new, old, advantages, mask = batch
         own = algorithm.eps_low, algorithm.eps_high
@@ -355,27 +345,3 @@ def test_advantages_per_turn_leave_out_responses_without_any(tiny):
     batch.old_log_probs = train_math.response_log_probs(tiny[0], batch, 1.0).detach()
     row = train_math.rollout_metrics(rollout, minibatches, advantages, cfg)
     assert row["equal_reward_groups"] == 0.5
-
-
-# ---- tasks of one's own --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("task, right, partly, wrong", [
-    ("files", "{answer}", "Sure: {answer}", "report.xyz"),
-    ("order", "{answer}", "name: {answer}", "{source}"),
-    ("price", "{answer}", "It costs {answer}", "$1.00"),
-    ("slogan", "{answer} a b c d e f g", "{answer} a b c", "{source}"),
-    ("label", "It is {answer}.", None, "billing or account"),
-])
-def test_the_rewards_of_the_five_tasks(task, right, partly, wrong):
-    make_rows, reward, _ = own_tasks.TASKS[task]
-    rows = make_rows(50, random.Random(1))
-    assert rows == make_rows(50, random.Random(1)) and len({row["question"] for row in rows}) == 50
-    for row in rows:
-        columns = {name: value for name, value in row.items() if name != "question"}
-        words = columns.get("n_words", 8)
-        text = " ".join(right.format(**columns).split()[:words])
-        assert reward(text, **columns) == 1
-        assert reward(wrong.format(**columns), **columns) == 0
-        if partly:
-            assert 0 < reward(partly.format(**columns), **columns) <= 1

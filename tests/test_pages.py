@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import gspo
 import train_math
-from evidence import own_tasks
+from evidence import tables
 from tests.conftest import (
     SMOLLM2,
     TOP,
@@ -178,7 +178,7 @@ def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
 
 def test_the_table_of_the_recipe_for_a_laptop_is_that_of_its_logs():
     logs = read_packed(TOP / "evidence/logs/own_tasks.jsonl.gz")
-    rows = [line.split(" | ") for line in own_tasks.table(logs).splitlines()[2:]]
+    rows = [line.split(" | ") for line in tables.own_tasks(logs).splitlines()[2:]]
     assert len(rows) >= 5
     for task, solutions, learning_rate, *cells, _, minutes in rows:
         if solutions == "0":
