@@ -2,6 +2,7 @@
 
     python -m evidence.lesson_seeds report   four fresh worlds: an hour or more
     python -m evidence.lesson_seeds lesson   the runs that the lesson shows
+    python -m evidence.lesson_seeds picture  draws lesson/collapse.png from the log
 
 `report` trains on fresh pairs of world and seed. evidence/plans/lesson.md states the settings, the
 criterion and the pairs, and was committed before these runs. The runs that chose the clip ranges
@@ -14,6 +15,7 @@ import shutil
 import statistics
 import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from matplotlib.figure import Figure
@@ -81,7 +83,7 @@ def chosen_range(algorithm):
     runs = runs_of("choose")
 
     def mean(low):
-        return statistics.fmean(runs[f"{algorithm} {low}", *pair][-1]["sampled"]
+        return fmean(runs[f"{algorithm} {low}", *pair][-1]["sampled"]
                                 for pair in CHOICE)
 
     return max(RANGES[algorithm], key=mean)
@@ -111,30 +113,23 @@ def lesson():
 # ---- table and picture ---------------------------------------------------------------------------
 
 
-def percent(fraction):
-    return f"{100 * fraction:.1f}"
-
-
-def accuracies(rows):
-    """The final held-out accuracy in percent: greedy / sampled."""
-    return f"{percent(rows[-1]['eval_reward'])} / {percent(rows[-1]['sampled'])}"
+def accuracies(*runs):
+    """The mean final held-out accuracy of these runs in percent: greedy / sampled."""
+    return " / ".join(f"{100 * fmean(rows[-1][name] for rows in runs):.1f}"
+                      for name in ("eval_reward", "sampled"))
 
 
 def choice_table():
     """The table of the runs from which the ranges were chosen."""
     runs = runs_of("choose")
     lines = []
-    for algorithm, lows in RANGES.items():
-        for low in lows:
-            name = f"{algorithm} {low}"
-            logs = [runs[name, *pair] for pair in CHOICE]
-            means = (percent(statistics.fmean(rows[-1][key] for rows in logs))
-                     for key in ("eval_reward", "sampled"))
-            lines.append([name, *map(accuracies, logs), " / ".join(means)])
-    pairs = [f"world {world}, seed {seed}" for world, seed in CHOICE]
+    for name in (f"{algorithm} {low}" for algorithm, lows in RANGES.items() for low in lows):
+        own = [runs[name, *pair] for pair in CHOICE]
+        lines.append([name, *map(accuracies, own), accuracies(*own)])
     without = [f"world {world}, seed {seed}: {accuracies(runs['no clip', world, seed])}"
                for world, seed in CHOICE_NO_CLIP]
-    table = markdown(["variant", *pairs, "mean"], lines)
+    table = markdown(["variant", *(f"world {world}, seed {seed}" for world, seed in CHOICE),
+                      "mean"], lines)
     return f"{table}\nWithout a clip: {'; '.join(without)}\n"
 
 
@@ -143,22 +138,19 @@ def report_table(runs):
 
     runs: {variant: {pair: rows}}, with the same pairs for all variants."""
     lines = []
-    for pair, rows in runs["GSPO"].items():
+    for (world, seed), rows in runs["GSPO"].items():
         start = rows[0]["start"]
-        own = [accuracies(by_pair[pair]) for by_pair in runs.values()]
-        lines.append(["{}, {}".format(*pair),
-                      f"{percent(start['0.0'])} / {percent(start['1.0'])}", *own])
+        lines.append([f"{world}, {seed}", f"{100 * start['0.0']:.1f} / {100 * start['1.0']:.1f}",
+                      *(accuracies(own[world, seed]) for own in runs.values())])
     summary = []
-    for name, by_pair in runs.items():
-        last = [rows[-1] for rows in by_pair.values()]
-        greedy = [row["eval_reward"] for row in last]
-        sampled = [row["sampled"] for row in last]
-        collapsed = [rows[-1]["sampled"] < rows[0]["start"]["1.0"] for rows in by_pair.values()]
-        settings = next(iter(by_pair.values()))[0]["settings"]
+    for name, own in runs.items():
+        greedy = [rows[-1]["eval_reward"] for rows in own.values()]
+        collapsed = [rows[-1]["sampled"] < rows[0]["start"]["1.0"] for rows in own.values()]
+        settings = own[FRESH[0]][0]["settings"]
         ratios = [rows[-1]["cpu_seconds"] / runs["one update"][pair][-1]["cpu_seconds"]
-                  for pair, rows in by_pair.items()]
+                  for pair, rows in own.items()]
         summary.append([
-            name, f"{percent(statistics.fmean(greedy))} / {percent(statistics.fmean(sampled))}",
+            name, accuracies(*own.values()),
             f"{sum(x >= SUCCESS for x in greedy)} of {len(greedy)}",
             f"{sum(collapsed)} of {len(greedy)}",
             f"{sum(x < LOW for x in greedy)} of {len(greedy)}",
@@ -170,12 +162,12 @@ def report_table(runs):
          "(median; least to most)"], summary)
 
 
-def draw_collapse(runs, path):
+def draw_collapse():
     """The picture of the front page: GSPO with and without its clip. A thin line is a run, and a
     bold one with markers is the mean."""
     figure = Figure((8, 4.4), layout="constrained")
     axis = figure.subplots()
-    number = len(runs["GSPO"])
+    runs = fresh_runs()
     for name, label, kind, marker in (("GSPO", "GSPO", "gspo", "o"),
                                       ("no clip", "GSPO without its clip", "no clipping", "^")):
         color, line = plot.STYLES[kind]
@@ -183,15 +175,15 @@ def draw_collapse(runs, path):
         steps = range(1, len(curves[0]) + 1)
         for values in curves:
             axis.plot(steps, values, line, color=color, alpha=0.25, linewidth=0.8)
-        axis.plot(steps, [statistics.fmean(values) for values in zip(*curves)], line,
-                  marker=marker, markersize=4, color=color, linewidth=2.5, label=label)
+        axis.plot(steps, [fmean(values) for values in zip(*curves)], line, marker=marker,
+                  markersize=4, color=color, linewidth=2.5, label=label)
     axis.set(ylim=(0, 100), ylabel="accuracy of the sampled responses (%)", xlabel="rollout",
-             xticks=range(2, 17, 2), title=f"Without the clip, all {number} runs collapse")
+             xticks=range(2, 17, 2), title=f"Without the clip, all {len(FRESH)} runs collapse")
     axis.grid(alpha=0.3)
-    figure.legend(title=f"bold with markers: mean of {number} runs; thin: one run",
+    figure.legend(title=f"bold with markers: mean of {len(FRESH)} runs; thin: one run",
                   handlelength=4, loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=150)
-    plot.shrink(path)
+    figure.savefig(PICTURE, dpi=150)
+    plot.shrink(PICTURE)
 
 
 def fresh_runs():
@@ -200,30 +192,29 @@ def fresh_runs():
     return {name: {pair: found[name, *pair] for pair in sorted(FRESH)} for name in NAMES}
 
 
-def tabulate():
+def table():
     """The tables as markdown."""
-    text = "Final held-out accuracy in percent: greedy / sampled at temperature 1.\n"
-    text += "\nPairs on which the settings were chosen:\n\n" + choice_table()
-    for algorithm in RANGES:
-        text += f"\nThe lower range chosen for {algorithm}: {chosen_range(algorithm)}\n"
-    runs = fresh_runs()
-    text += f"\nFresh pairs: {len(runs['GSPO'])} of {len(FRESH)} are finished.\n\n"
-    text += report_table(runs)
-    text += ("\nThe plan's criterion: at least 11 of the 12 runs without a clip collapse (greedy, "
-             "below 35%), and at least 11 of the 12 runs with GSPO reach 90%.\n")
-    return text
+    chosen = [f"The lower range chosen for {algorithm}: {chosen_range(algorithm)}"
+              for algorithm in RANGES]
+    return "\n".join([
+        "Final held-out accuracy in percent: greedy / sampled at temperature 1.\n",
+        "Pairs on which the settings were chosen:\n",
+        choice_table(),
+        "\n\n".join(chosen),
+        "\nFresh pairs: 12 of 12 are finished.\n",
+        report_table(fresh_runs()),
+        "The plan's criterion: at least 11 of the 12 runs without a clip collapse (greedy, below "
+        "35%), and at least 11 of the 12 runs with GSPO reach 90%.\n"])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["report", "lesson"], help="which runs to make")
+    parts = {"report": report, "lesson": lesson, "picture": draw_collapse}
+    parser.add_argument("part", choices=parts, help="which runs to make, or the picture")
     part = parser.parse_args().part
     make_writable(LOG)
     torch.set_num_threads(1)
-    if part == "report":
-        report()
-    else:
-        lesson()
+    parts[part]()
 
 
 if __name__ == "__main__":

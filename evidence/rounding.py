@@ -19,7 +19,7 @@ everything is measured on weights that were moved "off the grid", by up to half 
 next bfloat16 number. The optimizer step is also measured on the weights "as published".
 
 The measured values are written to rounding.jsonl in --output_dir. Those of the page are in
-logs/precision.jsonl.gz. They also have TF32, which the script of commit d775aef emulated.
+logs/measurements.jsonl.gz. They also have TF32, which the script of commit d775aef emulated.
 """
 import argparse
 import contextlib
@@ -30,7 +30,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import DynamicCache
 
@@ -56,13 +55,6 @@ SETTINGS = {  # name: (the weights' dtype, a context)
     "bf16 weights": (torch.bfloat16, contextlib.nullcontext),
     "float16 autocast": (torch.float32, autocast(torch.float16)),
 }
-LOOKS = [  # of the published settings in the picture
-    {"color": "#666666", "marker": "D", "linestyle": "-"},
-    {"color": "#009E73", "marker": "v", "linestyle": "--"},
-    {"color": "#CC79A7", "marker": "o", "linestyle": "-."},
-    {"color": "#882255", "marker": "P", "linestyle": "-"},
-    {"color": "#AA9900", "marker": "^", "linestyle": ":"},
-]
 
 
 def log_probs(model, batch):
@@ -188,36 +180,6 @@ def table(rows):
     return markdown(["setting, tokens", "sampler against forward", "64 more pad columns",
                      "micro-batches of 3 rows", "same micro-batch, max", "after one step",
                      "apart from float32's", "the step on published weights"], lines)
-
-
-def draw(rows, path):
-    """Two panels with the length on the horizontal axis: rounding with the same weights, and
-    rounding after an optimizer step, beside the change of log s that the step itself causes."""
-    found = {row["setting"]: row for row in rows}
-    figure = Figure((11, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    for look, name in zip(LOOKS, found):
-        points = [statistics.stdev(found[name][str(n)]["decode"]) for n in LENGTHS]
-        axes[0].plot(LENGTHS, points, **look, label=name)
-        if name != "float32":
-            points = [rounding(found, name, str(n)) for n in LENGTHS]
-            axes[1].plot(LENGTHS, points, **look, label=f"rounding in {name}")
-    points = [statistics.stdev(found["float32"][str(n)][STARTS[0]]) for n in LENGTHS]
-    axes[1].plot(LENGTHS, points, color="black", marker="s", linewidth=2.5,
-                 label="the optimizer step itself")
-    titles = ("Same weights: log s between\nthe sampler and the training forward",
-              "After one optimizer step: log s by the step itself,\nand what rounding adds to it")
-    for axis, title in zip(axes, titles):
-        axis.axhline(LOW, color="#0072B2", linewidth=0.8, label="GSPO's lower clip range, 3e-4")
-        axis.set(xscale="log", yscale="log", xlabel="length of the responses (tokens)",
-                 title=title)
-        axis.set_xticks(LENGTHS, map(str, LENGTHS))
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc=(0.02, 0.21), handlelength=4)
-    axes[0].set_ylabel("standard deviation of log s (log scale)")
-    figure.suptitle("Rounding in bf16 changes log s by more than GSPO's clip range")
-    figure.savefig(path, dpi=130)
 
 
 def minibatches_of(prompts, responses, advantages, cfg):

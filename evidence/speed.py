@@ -18,7 +18,7 @@ minibatch, which are faster on this CPU.
 Times are CPU seconds of the process. Memory is the peak during a step, minus what the process held
 when the step began. It therefore does not include the weights and AdamW's state, which are the same
 for all. The numbers of each round are written to runs/speed.jsonl. Those of the page are in
-logs/speed.jsonl.gz. They also have the times of the three phases of a step. Their script, in
+logs/measurements.jsonl.gz. They also have the times of the three phases of a step. Their script, in
 commit d775aef, alternated the programs after each step and first compared their losses and
 gradients, which tests/test_engines.py does, too.
 """

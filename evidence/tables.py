@@ -1,34 +1,31 @@
-"""Makes all published tables again from the committed logs, in half a minute.
+"""Makes all published tables again from the committed logs, in a few seconds.
 
-    python -m evidence.tables               writes tables.md; `git diff` shows whether it changed
-    python -m evidence.tables --pictures    also draws their pictures and lesson/collapse.png again
+    python -m evidence.tables      writes tables.md; `git diff` shows whether it changed
 
-Nothing is trained or measured. The logs are in logs/, one packed file per experiment
-(tools/logs.py). The scripts that made some of them were deleted after their runs. README.md says
-which commit has them. homework/bugs.md is not included: `python -m homework.find_the_bug
---all` makes its runs in six minutes.
+Nothing is trained or measured. The logs are in logs/, in packed files (tools/logs.py). The scripts
+that made some of them were deleted after their runs. README.md says which commit has them.
+homework/bugs.md is not included: `python -m homework.find_the_bug --all` makes its runs in six
+minutes.
 """
 import argparse
 import statistics
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from evidence import lesson_seeds, rounding, speed
-from evidence.tasks import COMPARISONS, EARLY, EXPERIMENTS, opening, variants_of
-from tools import answers, plot
+from evidence.tasks import COMPARISONS, EXPERIMENTS, variants_of
+from tools import answers
 from tools.logs import STUDENT, markdown, mean_difference, mean_text, paired, read_packed
-from tools.plot import STYLES
 
 HERE = Path(__file__).parent
 LOGS = HERE / "logs"
 
 
 def logs(name):
-    """{name of a log: its rows} of an experiment."""
+    """{name of a log: its rows} of a packed file."""
     return read_packed(LOGS / f"{name}.jsonl.gz")
 
 
@@ -41,13 +38,17 @@ def by(rows, *names):
     return groups
 
 
+def column(rows, name):
+    return [row[name] for row in rows]
+
+
 def percent(shares):
-    return f"{statistics.fmean(shares):.1%}"
+    return f"{fmean(shares):.1%}"
 
 
 def spread(values, form):
     """The mean of these values, the lowest and the highest one."""
-    return f"{statistics.fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    return f"{fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def points(before, after):
@@ -67,28 +68,22 @@ OPTIONAL = "experts changed", "sampled: greedy", "gradient norm"  # columns that
 
 
 def read_runs(path):
-    """The rows of a log of runs. The field "arm" of earlier logs becomes "variant"."""
-    rows = read_packed(path).get("runs", [])
-    return [{"variant" if key == "arm" else key: value for key, value in row.items()}
-            for row in rows]
+    """The rows of a log of runs."""
+    return read_packed(path).get("runs", [])
 
 
 def runs_of(spec, rows):
     return [row for row in rows if row["variant"] == spec]
 
 
-def comparable(variants, rows):
-    """The runs of these variants, only from those seeds that every variant has."""
-    rows = [row for row in rows if row["variant"] in variants]
-    seeds_of_each = [{row["seed"] for row in runs_of(spec, rows)} for spec in variants]
-    common = set.intersection(*seeds_of_each)
-    return [row for row in rows if row["seed"] in common]
-
-
 def comparison(name, every):
-    """The table of an experiment, with a line for each variant; "" if it has no runs. every: all
-    rows of the log. An OPTIONAL column is left out if nothing was measured in it."""
-    rows = comparable(variants_of(name), every)
+    """The table of an experiment, with a line for each variant; "" if it has no runs.
+
+    every: all rows of the log, of which only those seeds count that every variant has. An OPTIONAL
+    column is left out if nothing was measured in it."""
+    common = set.intersection(*(set(column(runs_of(spec, every), "seed"))
+                                for spec in variants_of(name)))
+    rows = [row for row in every if row["variant"] in variants_of(name) and row["seed"] in common]
     if not rows:
         return ""
     lines = []
@@ -99,25 +94,22 @@ def comparison(name, every):
             first = first or own
             title = ": ".join(filter(None, (panel, label)))
             lines.append({"variant": title, **cells_of(own, first)})
-    columns = [column for column in lines[0]
-               if column not in OPTIONAL or any(line[column] != "-" for line in lines)]
-    text = markdown(columns, [[line[column] for column in columns] for line in lines])
-    starts = {}
-    cooler = {}
+    titles = [title for title in lines[0]
+              if title not in OPTIONAL or any(line[title] != "-" for line in lines)]
+    text = markdown(titles, [[line[title] for title in titles] for line in lines])
+    start = {}
+    start_at = {}
     for row in rows:
-        model = row["variant"]["task"], row["cold"]
+        model = f"{row['variant']['task']} {row['cold']}"
         if "first" not in row["variant"]:
-            starts[model] = f"{row['start']:.0%}"
+            start[model] = f"{row['start']:.0%}"
         if "start_at" in row:
-            cooler[model] = " ".join(f"{row['start_at'][t]:.0%}" for t in ("0.6", "0.3", "0.0"))
-    text += before_rl("accuracy", starts)
-    text += before_rl("accuracy at temperature 0.6, 0.3 and greedily", cooler)
-    return text + cooling(every) * (name == "greedy")
-
-
-def before_rl(what, accuracies):
-    each = [f"{task} {cold} {value}" for (task, cold), value in sorted(accuracies.items())]
-    return f"\nBefore RL, {what}: {', '.join(each)}\n" if each else ""
+            start_at[model] = " ".join(f"{row['start_at'][t]:.0%}" for t in ("0.6", "0.3", "0.0"))
+    for title, found in (("accuracy", start),
+                         ("accuracy at temperature 0.6, 0.3 and greedily", start_at)):
+        if found:
+            text += f"\nBefore RL, {title}: {', '.join(map(' '.join, sorted(found.items())))}\n"
+    return text + sharpening(every) * (name == "greedy")
 
 
 def cells_of(own, first):
@@ -132,17 +124,16 @@ def cells_of(own, first):
     greedy = [f"{100 * row['accuracy']:.0f}: {100 * row['greedy']:.1f}"
               for row in own if "greedy" in row]
     norms = [norm for norm in logged(own, "grad_norm") if norm]
-    spec = own[0]["variant"]
-    clipped = average(own, "clip_fraction", ".1%")
-    if spec.get("loss", [0, 0])[1] == "one":  # nothing is clipped, which earlier logs do not say
-        clipped = "0.0%"
+    # Without a clip nothing is clipped, which earlier logs do not say.
+    has_clip = own[0]["variant"].get("loss", [0, 0])[1] != "one"
     return {
-        "accuracy, mean": f"{mean(own):.1%}",
-        "minus the panel's first, points": difference(own, first),
+        "accuracy, mean": percent(by_model(own)),
+        "minus the panel's first, points": "-" if own == first else mean_difference(
+            by_model(own), by_model(first), NARROWEST.get(len(by_model(own)), 0)),
         "each run, by starting model": "; ".join(
             " ".join(map(told, runs)) for runs in by(own, "cold").values()),
-        "on selection questions": f"{mean(probed, 'probe'):.1%}" if probed else "-",
-        "clipped": clipped,
+        "on selection questions": percent(by_model(probed, "probe")) if probed else "-",
+        "clipped": average(own, "clip_fraction", ".1%") if has_clip else "0.0%",
         "log_ratio_std": average(own, "log_ratio_std", ".1e"),
         "entropy, last": average(own, "entropy", ".3f", -1),
         "experts changed": average(own, "experts_changed", ".1%"),
@@ -152,6 +143,11 @@ def cells_of(own, first):
     }
 
 
+def by_model(rows, name="accuracy"):
+    """The mean over the runs of each starting model."""
+    return [fmean(column(runs, name)) for runs in by(rows, "cold").values()]
+
+
 def logged(rows, metric, start=0):
     """The values of a metric in all rollouts of these runs, from rollout `start` on."""
     return [x for row in rows for x in row.get(metric, [])[start:] if x is not None]
@@ -159,31 +155,10 @@ def logged(rows, metric, start=0):
 
 def average(rows, metric, form, start=0):
     values = logged(rows, metric, start)
-    return format(statistics.fmean(values), form) if values else "-"
+    return format(fmean(values), form) if values else "-"
 
 
-def means(rows, name="accuracy"):
-    """{starting model: the mean over its runs}"""
-    return {cold: statistics.fmean(row[name] for row in runs)
-            for cold, runs in by(rows, "cold").items()}
-
-
-def mean(rows, name="accuracy"):
-    return statistics.fmean(means(rows, name).values())
-
-
-def difference(rows, others):
-    """The mean difference in accuracy over the starting models that both variants have."""
-    own = means(rows)
-    first = means(others)
-    common = [cold for cold in own if cold in first]
-    if len(common) not in STUDENT or rows == others:
-        return "-"
-    pairs = [own[cold] for cold in common], [first[cold] for cold in common]
-    return mean_difference(*pairs, narrowest=NARROWEST.get(len(common), 0))
-
-
-def cooling(every):
+def sharpening(every):
     """Spearman's correlation of the accuracy and the entropy at the end, over all runs of the long
     task that did not diverge."""
     own = [row for row in every if row["variant"]["task"] == "long" and row.get("entropy")]
@@ -195,11 +170,6 @@ def cooling(every):
 
 
 # ---- runs without a clip that collapsed ----------------------------------------------------------
-
-
-def has_no_clip(spec):
-    """Whether nothing is clipped or ignored, and the model has had no RL before."""
-    return "first" not in spec and spec.get("loss", [0, 0])[1] == "one" and len(spec["loss"]) == 3
 
 
 def counted(ends):
@@ -220,7 +190,8 @@ def collapses(every, tuned, lesson):
 
     for row in every:
         spec = row["variant"]
-        if has_no_clip(spec):
+        loss = spec.get("loss", [])
+        if len(loss) == 3 and loss[1] == "one" and "first" not in spec:  # with no earlier RL
             usual = 8e-5 if spec["task"] == "short" else 3e-4
             updates = spec["epochs"] * spec.get("minibatches", 8 if spec["task"] == "world" else 4)
             add(f"comparisons: {spec['task']}, {updates} updates", spec.get("learning_rate", usual),
@@ -236,15 +207,16 @@ def collapses(every, tuned, lesson):
         for row in lesson[part]:
             first, last = row["rows"][0], row["rows"][-1]
             if row["variant"].startswith("no clip"):
-                group_of = group + ", 4 updates" * row["variant"].endswith("one epoch")
-                add(group_of, first["settings"]["learning_rate"],
+                add(group + ", 4 updates" * row["variant"].endswith("one epoch"),
+                    first["settings"]["learning_rate"],
                     last["sampled"] - first["start"]["1.0"], last["eval_reward"])
     for row in lesson["collapse"]:
         add("world 0, signs of a collapse", row["rate"], None, row["final"])
-    lines = [[group, f"{rate:g}", len(ends), *counted(ends)]
-             for (group, rate), ends in sorted(found.items())]
-    return markdown(["runs without a clip", "learning rate", "runs", "sampled, below the start",
-                     "greedy, below 35%"], lines)
+    return markdown(
+        ["runs without a clip", "learning rate", "runs", "sampled, below the start",
+         "greedy, below 35%"],
+        [[group, f"{rate:g}", len(ends), *counted(ends)]
+         for (group, rate), ends in sorted(found.items())])
 
 
 # ---- tuned learning rates ------------------------------------------------------------------------
@@ -258,18 +230,7 @@ GRID = [(name, rate) for name, rates in RATES.items() for rate in rates]
 QUESTIONS = {"validation": ("1.0", "0.7", "0.5"), "held out": ("1.0", "0.7", "0.5", "0.0")}
 
 
-def finished_runs(rows):
-    """{task: {(algorithm, learning rate): its rows}} of the starting models that have all runs."""
-    tasks = {}
-    for task, own in by(rows, "task").items():
-        models = {start: runs for start, runs in by(own, "start").items() if len(runs) == len(GRID)}
-        runs = [row for start in sorted(models) for row in models[start]]
-        if runs:
-            tasks[task] = by(runs, "algorithm", "learning_rate")
-    return tasks
-
-
-def values(rows, questions, temperature):
+def accuracies(rows, questions, temperature):
     return [row[questions][temperature] for row in rows]
 
 
@@ -278,7 +239,7 @@ def choice(found, name):
 
     In a tie, the lower learning rate and the higher temperature are taken."""
     def mean(rate, temperature):
-        return statistics.fmean(values(found[name, rate], "validation", temperature))
+        return fmean(accuracies(found[name, rate], "validation", temperature))
 
     best = max(RATES[name], key=lambda rate: mean(rate, "1.0"))
     temperatures = QUESTIONS["validation"]
@@ -290,7 +251,12 @@ def learning_rates(rows):
     compared = []
     choices = ""
     grid = []
-    for task, found in finished_runs(rows).items():
+    for task, own in by(rows, "task").items():
+        models = by(sorted(own, key=lambda row: row["start"]), "start").values()
+        complete = [row for runs in models if len(runs) == len(GRID) for row in runs]
+        if not complete:
+            continue
+        found = by(complete, "algorithm", "learning_rate")
         held_out = {"sampled": {}, "best temperature": {}, "greedy": {}}
         for name, rates in RATES.items():
             rate, temperature = choice(found, name)
@@ -298,18 +264,17 @@ def learning_rates(rows):
             choices += (f"- {task}, {name}: learning rate {rate:g}{edge}; "
                         f"best temperature {temperature}\n")
             for decoding, at in zip(held_out, ("1.0", temperature, "0.0")):
-                held_out[decoding][name] = values(found[name, rate], "held out", at)
-        for decoding, own in held_out.items():
-            versus = [mean_difference(own["GSPO"], own[other], narrowest=2)
+                held_out[decoding][name] = accuracies(found[name, rate], "held out", at)
+        for decoding, end in held_out.items():
+            versus = [mean_difference(end["GSPO"], end[other], narrowest=2)
                       for other in ("GRPO", "no clip")]
-            compared.append([task, len(own["GSPO"]), decoding, *map(percent, own.values()),
+            compared.append([task, len(end["GSPO"]), decoding, *map(percent, end.values()),
                              *versus])
         for name, rate in GRID:
-            own = found[name, rate]
-            validation = percent(values(own, "validation", "1.0"))
-            means = [percent(values(own, "held out", t)) for t in QUESTIONS["held out"]]
-            each = " ".join(percent([share]) for share in values(own, "held out", "1.0"))
-            grid.append([task, name, f"{rate:g}", validation, *means, each])
+            cells = [percent(accuracies(found[name, rate], questions, t)) for questions, t in (
+                ("validation", "1.0"), *product(["held out"], QUESTIONS["held out"]))]
+            each = [f"{x:.1%}" for x in accuracies(found[name, rate], "held out", "1.0")]
+            grid.append([task, name, f"{rate:g}", *cells, " ".join(each)])
     return markdown(["task", "models", "decoding", *RATES, "GSPO minus GRPO, points",
                      "GSPO minus no clip, points"], compared) + (
         f"\nChosen on the validation questions:\n\n{choices}\n") + markdown(
@@ -319,8 +284,7 @@ def learning_rates(rows):
 
 # ---- the rule for the clip range -----------------------------------------------------------------
 
-FACTORS = (0.1, 0.5, 2, 8)  # the lower clip range in units of the movement
-RULE = 0.5  # the factor that represents the rule
+FACTORS = (0.1, 0.5, 2, 8)  # the lower clip range in units of the movement; the rule is 0.5
 COMPARED = (0.1, 0.5), (2, 0.5), (8, 0.5), (8, 2)
 
 
@@ -335,20 +299,20 @@ def range_rule(rows):
                                          row["start"]))
     for (task, updates, rate), own in by(rows, "task", "updates", "learning_rate").items():
         runs = by(own, "factor")
-        moved = [row["movement"] for row in runs[None]]
-        accuracy = {factor: [row["accuracy"] for row in runs[factor]] for factor in FACTORS}
-        mean = {factor: statistics.fmean(accuracy[factor]) for factor in FACTORS}
-        shortfall.append(max(mean.values()) - mean[RULE])
+        moved = column(runs[None], "movement")
+        accuracy = {factor: column(runs[factor], "accuracy") for factor in FACTORS}
+        mean = {factor: fmean(accuracy[factor]) for factor in FACTORS}
+        shortfall.append(max(mean.values()) - mean[0.5])
         if updates >= 16:
-            too_wide.append(mean[8] < mean[RULE])
+            too_wide.append(mean[8] < mean[0.5])
         else:
-            slow.append(mean[0.1] < mean[RULE])
+            slow.append(mean[0.1] < mean[0.5])
         name = f"{task}, {updates}, {rate:g}"
-        movement = f"{min(moved):.2g}, {statistics.median(moved):.2g}, {max(moved):.2g}"
-        means.append([name, movement, *(f"{mean[factor]:.1%}" for factor in FACTORS),
-                      f"{100 * shortfall[-1]:.1f}"])
-        differences.append([name, *(mean_difference(accuracy[a], accuracy[b])
-                                    for a, b in COMPARED)])
+        means.append([
+            name, f"{min(moved):.2g}, {statistics.median(moved):.2g}, {max(moved):.2g}",
+            *map(percent, accuracy.values()), f"{100 * shortfall[-1]:.1f}"])
+        differences.append([
+            name, *(mean_difference(accuracy[a], accuracy[b]) for a, b in COMPARED)])
     first = "task, updates, learning rate"
     text = markdown([first, "movement: least, median, most",
                      *(f"{factor} times" for factor in FACTORS), "best minus 0.5 times"], means)
@@ -365,55 +329,48 @@ def range_rule(rows):
 
 # ---- the small world of the lesson ---------------------------------------------------------------
 
-STEP_BY_STEP = 40  # tokens: a longer response is not a guess
 
-
-def word_problems():
+def word_problems(rows):
     """GSPO minus GRPO on the word problems of the lesson: the mean of three seeds on each of four
     worlds, and Student's interval over the worlds."""
-    runs = [{"variant": name, "world": world, **rows[-1]}
-            for (name, world, _), rows in sorted(lesson_seeds.runs_of("report").items())]
     lines = []
+    variants = by(sorted(rows, key=lambda row: row["world"]), "variant")
     for metric, name in (("eval_reward", "greedy"), ("sampled", "sampled")):
-        gspo, grpo = (
-            [statistics.fmean(row[metric] for row in own) for own in by(of, "world").values()]
-            for of in (by(runs, "variant")[algorithm] for algorithm in ("GSPO", "GRPO")))
+        gspo, grpo = ([fmean(run["rows"][-1][metric] for run in runs)
+                       for runs in by(variants[algorithm], "world").values()]
+                      for algorithm in ("GSPO", "GRPO"))
         lines.append([name, percent(gspo), percent(grpo), mean_difference(gspo, grpo)])
     return markdown(["decoding", "GSPO", "GRPO", "GSPO minus GRPO, points, four worlds"], lines)
 
 
 def starting_model(rows):
     lines = []
-    for temperature in 1.0, 0.6, 0.3:
-        own = by(rows, "temperature")[temperature]
-        written = [row["reward"] for row in own if row["tokens"] >= STEP_BY_STEP]
-        guessed = [row["reward"] for row in own if row["tokens"] < STEP_BY_STEP]
-        every = [row["reward"] for row in own]
-        lines.append([temperature, mean_text(every), f"{len(written)} of {len(own)}",
-                      mean_text(written), mean_text(guessed)])
+    for temperature, own in by(rows, "temperature").items():
+        written, guessed = ([row["reward"] for row in own if (row["tokens"] >= 40) == is_written]
+                            for is_written in (True, False))  # a longer response is not a guess
+        lines.append([temperature, mean_text(column(own, "reward")),
+                      f"{len(written)} of {len(own)}", mean_text(written), mean_text(guessed)])
     return markdown(["temperature", "all responses: accuracy (95%)", "written step by step",
                      "their accuracy (95%)", "accuracy of the others (95%)"], lines)
 
 
 def gradients(rows):
-    """A line for each variant."""
-    metrics = (("grad_norm", slice(1), ".3g"), ("log_ratio_std", slice(1), ".3g"),
-               ("reward", slice(None), ".1%"), ("eval_reward", slice(-1, None), ".1%"),
-               ("reward", slice(-1, None), ".1%"))
+    """A line for each variant, with the mean of five seeds and each seed."""
     lines = []
-    first = None  # the mean rewards of the first variant
-    for name, runs in by(rows, "variant").items():
+    whole, first, last = slice(None), slice(1), slice(-1, None)
+    metrics = (("grad_norm", first, ".3g"), ("log_ratio_std", first, ".3g"),
+               ("reward", whole, ".1%"), ("eval_reward", last, ".1%"), ("reward", last, ".1%"))
+    groups = by(rows, "variant")
+    for name, runs in groups.items():
         if "stopped" in runs[0]:
             lines.append([name, f"stops: {runs[0]['stopped'].partition('.')[0]}", *[""] * 5])
             continue
         cells = []
         for metric, part, form in metrics:
-            values = [statistics.mean(run[metric][part]) for run in runs]
-            single = ", ".join(f"{value:{form}}" for value in values)
-            cells.append(f"{statistics.mean(values):{form}} ({single})")
-        rewards = [statistics.mean(run["reward"]) for run in runs]
-        first = first or rewards
-        cells.insert(3, mean_difference(rewards, first) if rewards != first else "")
+            found = [fmean(run[metric][part]) for run in runs]
+            cells.append(f"{fmean(found):{form}} ({', '.join(f'{x:{form}}' for x in found)})")
+        own, gspo = ([fmean(run["reward"]) for run in some] for some in (runs, groups["GSPO"]))
+        cells.insert(3, mean_difference(own, gspo) if own != gspo else "")
         lines.append([name, *cells])
     return markdown(["variant", "grad_norm, step 1", "log_ratio_std, step 1",
                      "reward, mean of all steps", "minus GSPO", "eval_reward at the end",
@@ -439,38 +396,34 @@ def updates(rows):
     """Three numbers of updates per rollout on world 0, with the seeds 0 to 2."""
     lines = []
     for name, number in ("one update", 1), ("one epoch", 8), ("GSPO", 32):
-        own = [row["rows"] for row in rows if row["variant"] == name]
-        first = [next(row["step"] for row in run[1:] if row["reward"] >= 0.9) for run in own]
-        fourth = [run[4]["eval_reward"] for run in own]
+        runs = [row["rows"] for row in rows if row["variant"] == name]
+        first = [next(row["step"] for row in run[1:] if row["reward"] >= 0.9) for run in runs]
         lines.append([
-            number, f"{statistics.fmean(run[-1]['cpu_seconds'] for run in own):.0f}",
-            ", ".join(map(str, first)), percent(fourth),
-            percent([run[-1]["sampled"] for run in own])])
+            number, f"{fmean(run[-1]['cpu_seconds'] for run in runs):.0f}",
+            ", ".join(map(str, first)), percent(run[4]["eval_reward"] for run in runs),
+            percent(run[-1]["sampled"] for run in runs)])
     return markdown(["updates per rollout", "CPU seconds, mean", "first step with a reward of 90%, "
                      "per seed", "greedy after step 4, mean", "sampled at the end, mean"], lines)
 
 
 def visits(logs):
     """How many responses with an advantage were clipped whenever their minibatch came."""
-    lines = []
-    for epochs in 4, 1:
-        rows = logs[f"visits_{epochs}"]
-        first = rows[0]
-        never = sum(row["clipped_at_all_visits"] for row in rows)
-        lines.append([epochs, f"{first['clipped_at_first_visit']} of {first['responses']}",
-                      f"{first['clipped_at_all_visits']} of {first['responses']}",
-                      f"{never} of {sum(row['responses'] for row in rows)}"])
+    def share(rows, visit):
+        return f"{sum(column(rows, f'clipped_at_{visit}'))} of {sum(column(rows, 'responses'))}"
+
+    runs = {epochs: logs[f"visits_{epochs}"] for epochs in (4, 1)}
     return markdown(["epochs", "clipped at the first visit, step 1", "never contributed, step 1",
-                     "never contributed, all steps"], lines)
+                     "never contributed, all steps"], [
+        [epochs, share(rows[:1], "first_visit"), share(rows[:1], "all_visits"),
+         share(rows, "all_visits")] for epochs, rows in runs.items()])
 
 
 def prefixes(rows):
     """How often a rollout has several samples of one next token."""
-    lines = [[row["step"], f"{row['prefixes_with_one_sample']:.0%}",
-              f"{row['tokens_with_company']:.0%}", f"{row['different_responses_per_group']:.1f}"]
-             for row in (rows[0], rows[-1])]
     return markdown(["step", "prefixes with one sample", "tokens whose prefix has several",
-                     "different responses per group of 16"], lines)
+                     "different responses per group of 16"], [
+        [row["step"], f"{row['prefixes_with_one_sample']:.0%}", f"{row['tokens_with_company']:.0%}",
+         f"{row['different_responses_per_group']:.1f}"] for row in (rows[0], rows[-1])])
 
 
 # ---- what tells a collapse -----------------------------------------------------------------------
@@ -492,11 +445,9 @@ def has_fallen(row):
 def auc(runs, value, same_rate=True):
     """The share of pairs of a collapsed run and another one (of the same learning rate) in which
     the collapsed one has the larger value."""
-    fallen = [row for row in runs if has_fallen(row)]
-    others = [row for row in runs if not has_fallen(row)]
-    return statistics.fmean(
-        (value(x) > value(y)) + (value(x) == value(y)) / 2
-        for x in fallen for y in others if x["rate"] == y["rate"] or not same_rate)
+    return fmean((value(x) > value(y)) + (value(x) == value(y)) / 2
+                 for x, y in product(runs, runs) if has_fallen(x) and not has_fallen(y)
+                 and (x["rate"] == y["rate"] or not same_rate))
 
 
 def balanced(runs, value, sign, limit):
@@ -504,7 +455,7 @@ def balanced(runs, value, sign, limit):
     hits = {True: [], False: []}
     for row in runs:
         hits[has_fallen(row)].append((sign * (value(row) - limit) > 0) == has_fallen(row))
-    return statistics.fmean(map(statistics.fmean, hits.values()))
+    return fmean(map(fmean, hits.values()))
 
 
 def signs(rows):
@@ -523,45 +474,43 @@ def signs(rows):
                       f"{auc(rows, value):.2f}"])
     text = markdown(["rule for a collapse", "AUC, first half", "balanced accuracy, later runs",
                      "AUC at one learning rate, later runs", "both halves"], lines)
-    lines = []
-    for rate, runs in sorted(by(rows, "rate").items()):
-        below = sum(row["final"] < rows[0]["steps"][0]["greedy"] for row in runs)
-        lines.append([f"{rate:g}", len(runs), sum(map(has_fallen, runs)), below,
-                      sum(row["final"] >= lesson_seeds.SUCCESS for row in runs)])
-    text += "\n" + markdown(["learning rate", "runs", "greedy, below 35%",
-                             "greedy, below the start", "greedy, at least 90%"], lines)
+    start = rows[0]["steps"][0]["greedy"]
+    text += "\n" + markdown(
+        ["learning rate", "runs", "greedy, below 35%", "greedy, below the start",
+         "greedy, at least 90%"],
+        [[f"{rate:g}", len(runs), sum(map(has_fallen, runs)),
+          sum(row["final"] < start for row in runs),
+          sum(row["final"] >= lesson_seeds.SUCCESS for row in runs)]
+         for rate, runs in sorted(by(rows, "rate").items())])
     shown = next(row for row in rows if (row["rate"], row["seed"]) == (4.5e-4, 0))
     kinds = {"all": "all", "short": "of guesses", "long": "of worked responses"}
-    lines = [[name, *shown["steps"][1]["updates"][kind]] for kind, name in kinds.items()]
-    text += "\n" + markdown(["log s in step 1 of the lesson's run", "values", "mean", "median",
-                             "standard deviation", "root mean square"], lines)
+    text += "\n" + markdown(
+        ["log s in step 1 of the lesson's run", "values", "mean", "median", "standard deviation",
+         "root mean square"],
+        [[name, *shown["steps"][1]["updates"][kind]] for kind, name in kinds.items()])
     greedy = ", ".join(f"{step['greedy']:.1%}" for step in shown["steps"][:3])
     return text + f"\nIts greedy accuracy before RL, after step 1 and after step 2: {greedy}\n"
 
 
 # ---- ratios --------------------------------------------------------------------------------------
 
-RATIOS = {  # column of the log: its title
-    "token_std": "log-ratio of a token: standard deviation",
-    "log_s_std": "log s",
-    "log_sum_std": "sum",
-    "clipped_gspo": "clipped by GSPO, 3e-4",
-    "clipped_grpo": "by GRPO, 0.2",
-    "clipped_grpo_at_gspos": "by GRPO, 3e-4",
+RATIOS = {  # title: (column of the log, its format)
+    "log-ratio of a token: standard deviation": ("token_std", ".1e"),
+    "log s": ("log_s_std", ".1e"),
+    "sum": ("log_sum_std", ".1e"),
+    "clipped by GSPO, 3e-4": ("clipped_gspo", ".2%"),
+    "by GRPO, 0.2": ("clipped_grpo", ".2%"),
+    "by GRPO, 3e-4": ("clipped_grpo_at_gspos", ".2%"),
 }
 
 
 def ratios(rows):
     """Ratios after one epoch of updates, over the first tokens of the responses, of three runs."""
-    lines = []
-    rows = [row for row in rows if "length" in row]
-    for key, own in by(rows, "model", "length").items():
-        cells = []
-        for name in RATIOS:
-            form = ".2%" if name.startswith("clipped") else ".1e"
-            cells.append(" ".join(format(row[name], form) for row in own))
-        lines.append([*key, *cells])
-    return markdown(["model", "first tokens", *RATIOS.values()], lines)
+    groups = by([row for row in rows if "length" in row], "model", "length")
+    return markdown(["model", "first tokens", *RATIOS], [
+        [*key, *(" ".join(format(row[name], form) for row in own)
+                 for name, form in RATIOS.values())]
+        for key, own in groups.items()])
 
 
 def exact_ratios(rows):
@@ -569,20 +518,16 @@ def exact_ratios(rows):
     gradient and the true one, and the cosine of one batch of 256 responses with the true one. Each
     cell has the mean of four random policies, and the angle also has their range."""
     names = [name for name in rows[0] if isinstance(rows[0][name], dict)]
-    lines = []
-    for key, own in by(rows, "how", "spread", "length").items():
-        cells = []
-        for name in names:
-            angles = spread([row[name]["angle"] for row in own], ".1f")
-            cosine = statistics.fmean(row[name]["cosine"] for row in own)
-            cells.append(f"{angles}; {cosine:.2f}")
-        lines.append([*key, *cells])
-    return markdown(["policy", "deviation of the tokens' log-ratios", "tokens", *names], lines)
+
+    def cell(found):
+        return f"{spread(column(found, 'angle'), '.1f')}; {fmean(column(found, 'cosine')):.2f}"
+
+    return markdown(["policy", "deviation of the tokens' log-ratios", "tokens", *names], [
+        [*key, *(cell(column(own, name)) for name in names)]
+        for key, own in by(rows, "how", "spread", "length").items()])
 
 
 # ---- GSM8K ---------------------------------------------------------------------------------------
-
-GPU_RUNS = "gspo_1e-6", "grpo_1e-6", "gspo_5e-6", "grpo_5e-6"
 
 
 def gsm8k_on_a_cpu(logs):
@@ -602,22 +547,26 @@ def gsm8k(evaluations):
         baseline = same[0]["reward"]
         for row in same:
             rewards = row["reward"]
-            versus = ["", ""]
-            if row is not same[0]:
-                versus = [points(baseline, rewards), f"{paired(baseline, rewards)[2]:.2g}"]
+            versus = [points(baseline, rewards), f"{paired(baseline, rewards)[2]:.2g}"]
             lines.append([
                 row["model"], f"{len(rewards)} {row['questions']}", row["precision"],
                 mean_text(rewards), percent(row["last_number"]),
-                len(rewards) - sum(row["boxed"]), row["tokens"].count(512), *versus])
+                len(rewards) - sum(row["boxed"]), row["tokens"].count(512),
+                *(["", ""] if row is same[0] else versus)])
     return markdown(["model", "questions", "precision", "accuracy, boxed answer (95% CI)",
                      "last number", "no box", "cut at 512", "difference in points (95% CI)",
                      "exact McNemar p"], lines)
 
 
 def correlation_of_neighbours(values):
-    mean = statistics.fmean(values)
+    mean = fmean(values)
     products = [(a - mean) * (b - mean) for a, b in zip(values, values[1:])]
     return sum(products) / sum((x - mean) ** 2 for x in values)
+
+
+def steps_of(logs, name):
+    """The rows of the steps of a run, without its evaluations."""
+    return [row for row in logs[f"gpu/{name}"] if "reward" in row]
 
 
 def gsm8k_pairs(logs):
@@ -625,10 +574,10 @@ def gsm8k_pairs(logs):
     interval that treats the steps as independent. Greedy: paired over the questions."""
     lines = []
     for rate in "1e-6", "5e-6":
-        rewards = [[row["reward"] for row in logs[f"gpu/{name}_{rate}"] if "reward" in row]
-                   for name in ("grpo", "gspo")]
-        gaps = [100 * (a - b) for a, b in zip(*rewards)]
-        mean = statistics.fmean(gaps)
+        grpo, gspo = (column(steps_of(logs, f"{name}_{rate}"), "reward")
+                      for name in ("grpo", "gspo"))
+        gaps = [100 * (a - b) for a, b in zip(grpo, gspo)]
+        mean = fmean(gaps)
         half = 1.96 * statistics.stdev(gaps) / len(gaps) ** 0.5
         lines.append([rate, f"sampled, {len(gaps)} paired steps",
                       f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})",
@@ -646,16 +595,14 @@ def gsm8k_steps(logs):
     metrics = {"reward": ".1%", "response_length": ".0f", "cut": ".1%", "entropy": ".3f",
                "clip_fraction": ".3%", "sampler_gap": ".4f"}
     lines = []
-    for name in GPU_RUNS:
-        steps = [row for row in logs[f"gpu/{name}"] if "reward" in row]
-        cells = [name, len(steps), f"{sum(row['seconds'] for row in steps) / 60:.1f}"]
+    for name in "gspo_1e-6", "grpo_1e-6", "gspo_5e-6", "grpo_5e-6":
+        steps = steps_of(logs, name)
+        cells = [name, len(steps), f"{sum(column(steps, 'seconds')) / 60:.1f}"]
         for metric, form in metrics.items():
-            values = [row[metric] for row in steps if metric in row]
-            ends = [format(statistics.fmean(end), form) for end in (values[:10], values[-10:])
-                    if values]
-            cells.append(", ".join(ends) or "not logged")
-        whole = [row["clip_fraction"] for row in steps]
-        lines.append([*cells, f"{statistics.fmean(whole):.3%}"])
+            is_logged = metric in steps[0]
+            ends = (fmean(column(end, metric)) for end in (steps[:10], steps[-10:]) if is_logged)
+            cells.append(", ".join(format(end, form) for end in ends) or "not logged")
+        lines.append([*cells, f"{fmean(column(steps, 'clip_fraction')):.3%}"])
     return markdown(["run", "steps", "minutes", *metrics, "clip_fraction, all steps"], lines)
 
 
@@ -673,11 +620,10 @@ def sums_line(name, run):
     settings = start["settings"]
     after, given = correct(run, "after"), correct(run, "before_given")
     sampled = correct(run, "after", 1.0)
-    minutes = sum(row.get("seconds", 0) for row in steps) / 60
     return [f"{name}: {settings['algorithm']}, {settings['eps_low']:g}", mean_text(after),
             points(correct(run, "before"), after), points(given, after),
             points(given, correct(run, "after_given")), percent(sampled) if sampled else "-",
-            f"{minutes:.0f}"]
+            f"{sum(row.get('seconds', 0) for row in steps) / 60:.0f}"]
 
 
 def welch(some, others):
@@ -687,7 +633,7 @@ def welch(some, others):
     freedom = total**2 / sum(v**2 / (len(values) - 1)
                              for v, values in zip(variances, (some, others)))
     half = 100 * STUDENT[int(freedom) + 1] * total**0.5
-    return f"{100 * (statistics.fmean(some) - statistics.fmean(others)):+.1f} ± {half:.1f}"
+    return f"{100 * (fmean(some) - fmean(others)):+.1f} ± {half:.1f}"
 
 
 def gspo_minus_grpo(runs):
@@ -695,7 +641,7 @@ def gspo_minus_grpo(runs):
     lines = []
     for temperature, name in ((0.0, "greedy"), (1.0, "sampled")):
         grpo, gspo = (
-            [statistics.fmean(correct(runs[f"{prefix}_{seed}"], "after", temperature))
+            [fmean(correct(runs[f"{prefix}_{seed}"], "after", temperature))
              for seed in range(number)]
             for prefix, number in (("grpo", 3), ("gspo_wide", 6)))
         lines.append([name, mean_difference(gspo[:3], grpo), percent(gspo), percent(grpo),
@@ -712,10 +658,9 @@ def range_table(logs):
 
     lines = []
     for name, (_, *steps) in sorted(logs.items()):
-        first, *later = [row["clip_fraction"] for row in steps]
-        lines.append([name, greedy(steps[-1]), percent([row["reward"] for row in steps[-5:]]),
-                      f"{steps[0]['log_ratio_std']:.2f}", f"{first:.0%}",
-                      f"{statistics.fmean(later):.0%}"])
+        first, *later = column(steps, "clip_fraction")
+        lines.append([name, greedy(steps[-1]), percent(column(steps[-5:], "reward")),
+                      f"{steps[0]['log_ratio_std']:.2f}", f"{first:.0%}", f"{fmean(later):.0%}"])
     lines.append(["pre-trained", greedy(logs["gspo_3e-4"][0]), "", "", "", ""])
     return markdown(["run", "greedy accuracy (95%)", "reward of the last five rollouts",
                      "log_ratio_std, first rollout", "clipped, first rollout", "later"], lines)
@@ -741,7 +686,7 @@ def multiplication(logs):
     table = markdown(["run: algorithm, lower clip range", "greedy accuracy (95%)",
                       "minus pre-trained", "minus pre-trained with the calculation begun",
                       "the same, begun for both", "sampled accuracy", "minutes"],
-                     [sums_line(name, run) for name, run in runs.items()])
+                     map(sums_line, runs, runs.values()))
     return f"""\
 Differences are in points. The brackets are paired 95% intervals over 256 held-out questions. "±"
 is the half width of a 95% interval over seeds. Welch's degrees of freedom are rounded down. The
@@ -757,36 +702,35 @@ The runs that chose the clip range, on 256 other questions, with one run per row
 {sums_on_gsm8k(runs)}"""
 
 
-# ---- tasks of one's own -------------------------------------------------------------------------
+# ---- tasks of one's own --------------------------------------------------------------------------
 
 
 def own_tasks(logs):
     """Runs on five tasks of one's own, and those that chose the settings of the recipe."""
-    titles = ["task", "solutions first", "learning rate", "seed", "before", "after",
-              "difference (95% CI, paired)", "best constant", "fully correct", "criterion met",
-              "minutes"]
     lines = []
     for run in sorted(name[:-len("/summary")] for name in logs if name.endswith("/summary")):
         summary = logs[f"{run}/summary"][0]
-        steps = [row["step"] for row in logs[f"{run}/metrics"] if "eval_reward" in row]
-        first, last = (logs[f"{run}/eval_{step}"] for step in (steps[0], steps[-1]))
-        before, after = ([row["reward"] for row in results] for results in (first, last))
+        metrics = logs[f"{run}/metrics"]
+        steps = [row["step"] for row in metrics if "eval_reward" in row]
+        before, after = (column(logs[f"{run}/eval_{step}"], "reward")
+                         for step in (steps[0], steps[-1]))
         difference, (low, high), _ = paired(before, after)
-        mean = statistics.fmean(after)
         constant = summary["constant_reward"]
         full = [sum(reward > 0.999 for reward in rewards) for rewards in (before, after)]
         lines.append([
             summary["task"], run.split("_")[1] if "_solutions_" in run else 0,
-            logs[f"{run}/metrics"][0]["settings"]["learning_rate"], summary["seed"],
-            f"{statistics.fmean(before):.3f}", f"{mean:.3f}",
+            metrics[0]["settings"]["learning_rate"], summary["seed"],
+            f"{fmean(before):.3f}", f"{fmean(after):.3f}",
             f"{difference:+.3f} ({low:+.3f} to {high:+.3f})", f"{constant:.3f}",
             "{} to {} of {}".format(*full, len(after)),
-            "yes" if low > 0 and mean > constant else "no", f"{summary['seconds'] / 60:.0f}"])
-    return markdown(titles, lines)
+            "yes" if low > 0 and fmean(after) > constant else "no",
+            f"{summary['seconds'] / 60:.0f}"])
+    return markdown(["task", "solutions first", "learning rate", "seed", "before", "after",
+                     "difference (95% CI, paired)", "best constant", "fully correct",
+                     "criterion met", "minutes"], lines)
 
 
 # ---- skill or sharpening -------------------------------------------------------------------------
-
 
 PASS_HEAD = """\
 Each model answered each question 16 times at temperature 1. The brackets are 95% intervals over the
@@ -799,29 +743,31 @@ def pass_at_k(logs):
     """Each pair of models before and after training with `samples` responses to each question. A
     log has the number of correct ones and the reward of the majority, for each question."""
     pairs = {}
-    for name, (row,) in logs.items():
-        pair, when = name.split("/")
-        counted = list(zip(row["correct"], row["majority"], strict=True))
-        pairs.setdefault(pair, {})[when] = answers.quantities(counted, row["samples"])
+    for name, rows in logs.items():
+        if name.startswith("pass_at_k/"):
+            _, pair, when = name.split("/")
+            counted = list(zip(rows[0]["correct"], rows[0]["majority"], strict=True))
+            pairs.setdefault(pair, {})[when] = answers.quantities(counted, rows[0]["samples"])
     lines = []
     outcomes = []
     for pair, found in pairs.items():
         before, after = found["before"], found["after"]
         for when, values in found.items():
             lines.append([f"{pair}, {when}", *map(mean_text, values.values())])
-        lines.append([f"{pair}, gain", *(answers.gain(before[key], after[key]) for key in before)])
+        lines.append([f"{pair}, gain", *map(answers.gain, before.values(), after.values())])
         majority = list(before)[-1]
         versus = answers.gain(after["pass@1"], before[majority])
         outcomes.append([pair, len(before["pass@1"]), versus])
-    text = markdown(["model", *before], lines)
     worlds = [found for pair, found in pairs.items() if pair.startswith("world")]
-    means = {when: [[statistics.fmean(found[when][key]) for found in worlds] for key in before]
+    means = {when: [[fmean(found[when][name]) for found in worlds] for name in before]
              for when in ("before", "after")}
     gains = map(mean_difference, means["after"], means["before"])
-    text += "\n" + markdown(["four worlds, mean", *before], [
-        *([when, *map(percent, each)] for when, each in means.items()), ["gain, points", *gains]])
-    return PASS_HEAD + text + "\n" + markdown(
-        ["model", "questions", f"{majority} before minus pass@1 after"], outcomes)
+    return "\n".join([
+        PASS_HEAD + markdown(["model", *before], lines),
+        markdown(["four worlds, mean", *before], [
+            *([when, *map(percent, each)] for when, each in means.items()),
+            ["gain, points", *gains]]),
+        markdown(["model", "questions", f"{majority} before minus pass@1 after"], outcomes)])
 
 
 # ---- precision -----------------------------------------------------------------------------------
@@ -832,16 +778,13 @@ def kept(rows):
     the lowest and the highest value of three changes."""
     kinds = by(rows, "kind")
     lines = []
-    for size in kinds["size"]:
-        for form in "bf16", "float16":
-            own = by(kinds["kept"], "size", "format")[size["size"], form]
-            other, trained = (by(own, "responses")[which] for which in ("other", "trained"))
-            lines.append([
-                f"{size['size']:.2g}", f"{size['steps']} at {size['learning_rate']:g}", form,
-                f"{statistics.fmean(row['weights_changed'] for row in own):.0%}",
-                spread([row["kept"] for row in other], ".2f"),
-                spread([row["kept"] for row in trained], ".2f"),
-                spread([row["gap"] for row in other], ".4f")])
+    for size, form in product(kinds["size"], ("bf16", "float16")):
+        own = by(kinds["kept"], "size", "format")[size["size"], form]
+        other, trained = (by(own, "responses")[which] for which in ("other", "trained"))
+        lines.append([
+            f"{size['size']:.2g}", f"{size['steps']} at {size['learning_rate']:g}", form,
+            f"{fmean(column(own, 'weights_changed')):.0%}", spread(column(other, "kept"), ".2f"),
+            spread(column(trained, "kept"), ".2f"), spread(column(other, "gap"), ".4f")])
     titles = ["size", "as after steps", "copy", "weights that change", "kept, other responses",
               "kept, trained responses", "difference of log-probs, other responses (nats)"]
     (largest,) = kinds["activations"]
@@ -856,12 +799,11 @@ def stale(rows):
     whole = [world for world, own in by(rows, "world").items() if len(own) == 16]
     runs = [row | {"range": "{} {:g}".format(row["clip"][0].upper(), row["clip"][1])}
             for row in rows if row["world"] in whole]
-    lines = []
-    for (clip, age), own in by(runs, "range", "age").items():
-        cells = [spread([statistics.fmean(run[name][4:]) for run in own], ".3f")
-                 for name in ("clip_fraction", "clipped_first", "moved_first", "log_ratio_std")]
-        lines.append([clip, age, *cells, spread([run["accuracy"] for run in own], ".1%")])
-    lines.sort(key=lambda line: line[0])
+    runs.sort(key=lambda row: row["range"])
+    names = "clip_fraction", "clipped_first", "moved_first", "log_ratio_std"
+    lines = [[*key, *(spread([fmean(run[name][4:]) for run in own], ".3f") for name in names),
+              spread(column(own, "accuracy"), ".1%")]
+             for key, own in by(runs, "range", "age").items()]
     titles = ["range", "age, in steps", "clip fraction", "in the first update",
               "std of log s there", "std of log s later", "held-out accuracy, sampled"]
     return (f"Starting models: worlds {', '.join(map(str, whole))}. Means over steps 5 to 8; in "
@@ -891,10 +833,10 @@ def page():
     lesson = logs("lesson")
     tuned = logs("learning_rates")["runs"]
     gsm8k_logs = logs("gsm8k")
-    precision = logs("precision")
+    measured = logs("measurements")
     sections = {
-        "The small world: the planned test": lesson_seeds.tabulate(),
-        "The small world: GSPO and GRPO over four worlds": word_problems(),
+        "The small world: the planned test": lesson_seeds.table(),
+        "The small world: GSPO and GRPO over four worlds": word_problems(lesson["report"]),
         "The small world: updates per rollout": updates(lesson["lesson"]),
         "The small world: clipped at every visit": visits(lesson),
         "The small world: several samples of one next token": prefixes(lesson["prefixes"]),
@@ -906,92 +848,28 @@ def page():
         "The small world: the right value and another gradient": gradients(lesson["gradients"]),
         "Runs without a clip that collapsed": collapses(every, tuned, lesson),
         "Tuned learning rates": learning_rates(tuned),
-        "The rule for the clip range": range_rule(logs("range_rule")["runs"]),
-        "Ratios after an epoch": ratios(logs("ratios")["ratios"]),
-        "Exact gradients": exact_ratios(logs("ratios")["exact_ratios"]),
-        "Stale rollouts": stale(logs("stale")["runs"]),
-        "Pass@k before and after RL": pass_at_k(logs("pass_at_k")),
+        "The rule for the clip range": range_rule(measured["range_rule"]),
+        "Ratios after an epoch": ratios(measured["ratios"]),
+        "Exact gradients": exact_ratios(measured["exact_ratios"]),
+        "Stale rollouts": stale(measured["stale"]),
+        "Pass@k before and after RL": pass_at_k(measured),
         "GSM8K on a GPU": gsm8k(gsm8k_logs["gpu/answers"]),
         "GSM8K on a GPU: GRPO minus GSPO": gsm8k_pairs(gsm8k_logs),
         "GSM8K on a GPU: metrics": gsm8k_steps(gsm8k_logs),
         "GSM8K on a CPU": gsm8k_on_a_cpu(gsm8k_logs),
         "Multiplication problems": multiplication(logs("sums")),
         "Tasks of one's own": own_tasks(logs("own_tasks")),
-        "Rounding": rounding.table(precision["rounding"]),
-        "Copies of the weights": kept(precision["kept"]),
-        "Speed beside TRL on a CPU": speed.table(logs("speed")["beside_trl"]),
+        "Rounding": rounding.table(measured["rounding"]),
+        "Copies of the weights": kept(measured["kept"]),
+        "Speed beside TRL on a CPU": speed.table(measured["speed/beside_trl"]),
         "Comparisons on tiny models": COMPARISON_HEAD + "\n".join(comparisons),
     }
     return "\n".join([HEAD, *(f"## {title}\n\n{text}" for title, text in sections.items())])
 
 
-# ---- the first picture of the page ---------------------------------------------------------------
-
-ACCURACY = "sampled accuracy after RL (%)"
-LABELS = {"no clip, A < 0 dropped": "no clip, A < 0 ignored"}  # those that differ from the table's
-
-
-def colour_of(spec):
-    """GSPO and its clipping rule are blue, GRPO's are orange, and no clip is red, as everywhere."""
-    gate = spec["loss"][1] if "loss" in spec else spec["algorithm"]
-    kind = {"one": "no clipping", "token": "grpo", "grpo": "grpo"}.get(gate, "gspo")
-    return STYLES[kind][0]
-
-
-def draw_opening(rows, path):
-    """The variants of `opening` on two tasks. Runs with few updates are hollow squares."""
-    on_world = EXPERIMENTS["world"] | EXPERIMENTS["world_few"]
-    panels = {
-        "long task": (opening(**EARLY), opening(**EARLY, epochs=1)),
-        "small world": (on_world["32 updates a rollout"], on_world["4 updates a rollout"]),
-    }
-    many, few = {"marker": "o"}, {"marker": "s", "fillstyle": "none"}
-    figure = Figure((12, 5.4), layout="constrained")
-    for axis, (task, panel) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
-        starts = []
-        for variants, look, shift in zip(panel, (many, few), (-0.18, 0.18)):
-            colds_of_each = [set(by(runs_of(spec, rows), "cold")) for spec in variants.values()]
-            common = set.intersection(*colds_of_each)
-            for y, spec in enumerate(variants.values()):
-                own = [row for row in runs_of(spec, rows) if row["cold"] in common]
-                starts += [row["start"] for row in own]
-                axis.plot([100 * row["accuracy"] for row in own], [y + shift] * len(own),
-                          linestyle="", color=colour_of(spec), alpha=0.8, **look)
-                axis.plot([100 * mean(own)] * 2, [y + shift - 0.15, y + shift + 0.15],
-                          color="black", linewidth=2.5)
-        axis.axvspan(100 * min(starts), 100 * max(starts), color="gray", alpha=0.3)
-        axis.set(title=task, xlabel=ACCURACY, xlim=(-2, 102), ylim=(5.5, -0.5))
-        labels = [LABELS.get(label, label) for label in variants]
-        axis.set_yticks(range(len(variants)), labels)
-        axis.grid(axis="x", alpha=0.3)
-    handles = [Line2D([], [], linestyle="", color="black", label=label, **look) for label, look in (
-        ("16 (long task) or 32 (small world) updates per rollout", many),
-        ("4 updates per rollout", few))]
-    handles.append(Line2D([], [], color="black", linewidth=2.5, label="mean"))
-    handles.append(Patch(color="gray", alpha=0.3, label="before RL"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=6,
-                  title="a marker: one run")
-    figure.suptitle("With 16 or 32 updates per rollout, all runs with weight 1 and without a clip\n"
-                    "collapse on both tasks, unless wrong answers are ignored.")
-    figure.savefig(path, dpi=130)
-
-
-def draw_pictures():
-    """Draws the pictures of README.md and of the lesson from the committed logs."""
-    draw_opening(read_runs(COMPARISONS), HERE / "opening.png")
-    rounding.draw(logs("precision")["rounding"], HERE / "rounding.png")
-    lesson_seeds.draw_collapse(lesson_seeds.fresh_runs(), lesson_seeds.PICTURE)
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pictures", action="store_true", help="also draw the pictures again")
-    args = parser.parse_args(argv)
+def main():
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     (HERE / "tables.md").write_text(page(), encoding="utf-8")
-    if args.pictures:
-        draw_pictures()
-        for path in HERE.glob("*.png"):
-            plot.shrink(path)
 
 
 if __name__ == "__main__":
