@@ -6,6 +6,7 @@ and the number of its sample. tools/evaluate.py writes such files, and so does t
 """
 import math
 import sys
+from statistics import fmean
 
 from tools.logs import markdown, mean_text, paired, read
 from train_math import extract_answer
@@ -31,10 +32,6 @@ def load_answers(path):
     return rows
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
 def temperatures_of(*files):
     return sorted({row.get("temperature", 0.0) for rows in files for row in rows})
 
@@ -54,7 +51,7 @@ def by_question(rows, temperature):
 def column(rows, temperature, name="reward"):
     """The mean of a column over the samples of each question, in the order of the questions."""
     groups = by_question(rows, temperature).values()
-    return [mean([row[name] for row in group]) for group in groups]
+    return [fmean([row[name] for row in group]) for group in groups]
 
 
 def check_same_questions(before, after, temperature):
@@ -64,11 +61,6 @@ def check_same_questions(before, after, temperature):
     if len(common) < max(len(groups), len(others)):
         raise ValueError(f"temperature {temperature}: the models answered different questions, "
                          f"{len(groups)} and {len(others)}, of which {len(common)} are the same")
-    for key in common:
-        golds = {str(side[key][0].get("gold")) for side in (groups, others)} - {"None"}
-        if len(golds) > 1:
-            raise ValueError(f"temperature {temperature}: the models answered different questions: "
-                             f"{key[0]!r:.80} has the gold answers {' and '.join(sorted(golds))}")
 
 
 def gain(before, after, form=".1%"):
@@ -98,25 +90,26 @@ def is_graded(models):
 
 def table_line(name, rows, reference, temperature, form):
     """The cells of one line. reference: the rows of the model to compare with, or None."""
-    groups = list(by_question(rows, temperature).values())
-    rewards = column(rows, temperature)
-    versus = "-", "-"
-    if reference and by_question(reference, temperature):
-        versus = difference(reference, rows, temperature, form)
+    first, *others = next(iter(by_question(rows, temperature).values()))
     how = f"at temperature {temperature}" if temperature else "greedy"
-    if len(groups[0]) > 1:
-        how += f", {len(groups[0])} samples"
-    if "precision" in groups[0][0]:
-        how += f", {groups[0][0]['precision']}"
-    extras = []
-    for extra, digits in ("last_number", ".1%"), ("cut", ".0%"), ("tokens", ".0f"):
-        is_known = all(row.get(extra) is not None for group in groups for row in group)
-        share = mean(column(rows, temperature, extra)) if is_known else None
-        extras.append(f"{share:{digits}}" if is_known else "-")
+    if others:
+        how += f", {1 + len(others)} samples"
+    if "precision" in first:
+        how += f", {first['precision']}"
+    rewards = column(rows, temperature)
     value = mean_text(rewards, form)
     if form == ".1%" and set(rewards) <= {0, 1}:
         value = f"{sum(rewards):.0f} of {len(rewards)}, {value}"
-    return [name, how, value, extras[0], *versus, *extras[1:]]
+    versus = "-", "-"
+    if reference and by_question(reference, temperature):
+        versus = difference(reference, rows, temperature, form)
+
+    def known(extra, digits):
+        is_known = all(row.get(extra) is not None for row in rows)
+        return format(fmean(column(rows, temperature, extra)), digits) if is_known else "-"
+
+    return [name, how, value, known("last_number", ".1%"), *versus, known("cut", ".0%"),
+            known("tokens", ".0f")]
 
 
 def table(models, reference, title):
@@ -156,19 +149,15 @@ def majority(group):
         if row["extracted"]:
             votes.setdefault(row["extracted"], []).append(row["reward"])
     most = max(map(len, votes.values()), default=0)
-    tied = [mean(rewards) for rewards in votes.values() if len(rewards) == most]
-    return mean(tied) if tied else 0.0
+    tied = [fmean(rewards) for rewards in votes.values() if len(rewards) == most]
+    return fmean(tied) if tied else 0.0
 
 
 def counts(rows, temperature, n):
     """[(number of correct samples, reward of the majority)] of the first n samples of each
     question, in the order of the questions."""
-    found = []
-    for group in by_question(rows, temperature).values():
-        first = group[:n]
-        correct = sum(row["reward"] for row in first)
-        found.append((correct, majority(first)))
-    return found
+    firsts = [group[:n] for group in by_question(rows, temperature).values()]
+    return [(sum(row["reward"] for row in first), majority(first)) for first in firsts]
 
 
 def quantities(counted, n):
@@ -178,29 +167,23 @@ def quantities(counted, n):
     return found | {f"majority@{n}": [value for _, value in counted]}
 
 
-def quantities_table(models, n, first_column):
-    """Markdown: each quantity with its 95% interval over the questions, and its paired difference
-    from the first model. models: {name: from `counts`}."""
-    found = {name: quantities(counted, n) for name, counted in models.items()}
+def samples_table(models, temperature):
+    """Markdown: pass@k and majority@k with their 95% intervals over the questions, and their paired
+    differences from the first model. "" if no question was asked more than once. If the models have
+    different numbers of samples, the smallest number counts."""
+    groups = {name: by_question(rows, temperature) for name, rows in models.items()}
+    sizes = [len(group) for found in groups.values() for group in found.values()]
+    n = min(sizes)
+    if max(sizes) == 1:
+        return ""
+    if n == 1 or is_graded(models):
+        return "pass@k needs several samples in each file, and rewards that are only 0 and 1\n"
+    found = {name: quantities(counts(models[name], temperature, n), n)
+             for name, own in groups.items() if own}
     first = next(iter(found.values()))
     lines = []
     for name, values in found.items():
         lines.append([name, *map(mean_text, values.values())])
         if values is not first:
-            gains = [gain(first[key], values[key]) for key in first]
-            lines.append([f"{name} minus the first", *gains])
-    return markdown([first_column, *first], lines)
-
-
-def samples_table(models, temperature):
-    """Markdown: pass@k and majority@k, compared with the first model. "" if no question was asked
-    more than once. If the models have different numbers of samples, the smallest number counts."""
-    groups = {name: by_question(rows, temperature) for name, rows in models.items()}
-    sizes = [len(group) for found in groups.values() for group in found.values()]
-    if max(sizes) == 1:
-        return ""
-    if min(sizes) == 1 or is_graded(models):
-        return "pass@k needs several samples in each file, and rewards that are only 0 and 1\n"
-    counted = {name: counts(models[name], temperature, min(sizes))
-               for name, found in groups.items() if found}
-    return quantities_table(counted, min(sizes), f"temperature {temperature}")
+            lines.append([f"{name} minus the first", *map(gain, first.values(), values.values())])
+    return markdown([f"temperature {temperature}", *first], lines)

@@ -8,10 +8,9 @@
 The first command asks the model the questions of the test split, at each temperature (default: 0,
 which is greedy decoding). If the log of a run is beside the model's folder, the instruction, the
 system prompt, the length, the dataset and --eval_size are those of the run, unless a flag changes
-them. The command prints what it uses, and the notes that train_math.py has for an evaluation.
-after.jsonl gets a row per response, with these settings and a fingerprint of the weights and of the
-questions. What the file already has is not asked again. A file that was asked with other settings
-is refused. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
+them. after.jsonl gets a row per response, with these settings and a fingerprint of the weights and
+of the questions. What the file already has is not asked again, and a file that was asked with other
+settings is refused. To ask all 1,319 test questions of GSM8K, add --eval_size 1319.
 
 With --samples 16 and a temperature above 0, each question is asked 16 times. A second table has
 - pass@k, the probability that at least one of k responses is correct. From n responses of which c
@@ -19,8 +18,7 @@ With --samples 16 and a temperature above 0, each question is asked 16 times. A 
   arxiv.org/abs/2107.03374). pass@1 is the mean over all responses, which is also called avg@16.
 - majority@16, the accuracy of the most frequent answer. The answer is what the default reward reads
   in a response; with a reward of your own, it is the whole response. A response without an answer
-  has no vote, and a question without a vote counts 0. If several answers have equally many votes,
-  their mean counts.
+  has no vote. If several answers have equally many votes, their mean counts.
 
 On CUDA, greedy responses come from the model in float32, and those at a temperature above 0 from
 its float16 copy, with which train_math.py samples. The policy of the copy is slightly different.
@@ -79,26 +77,25 @@ def refuse_another(path, settings):
         if row.get("model", settings["model"]) != settings["model"]:
             sys.exit(f"evaluate.py: {path} has answers of {row['model']}. Choose another file for "
                      f"those of {settings['model']}")
-        recorded = row.get("settings", {})
+        recorded = {"model": settings["model"], **row.get("settings", {})}
         changed = [name for name, value in settings.items()
-                   if name != "model" and recorded.get(name, "not recorded") != value]
+                   if recorded.get(name, "not recorded") != value]
         if changed:
             sys.exit(f"evaluate.py: the answers in {path} were asked with another "
                      f"{', '.join(changed)}, or do not record it. Choose another file")
 
 
-def ask(path, name, questions, temperatures, cfg, samples=1, answer_of=None, **replaced):
+def ask(path, name, questions, temperatures, cfg, samples=1, **replaced):
     """Adds a model's answers to the file: those that the file does not have.
 
-    name: hub id or folder of the model. answer_of: the answer in a response, which votes for the
-    majority. replaced: as for train_math.evaluate, but not the sampler. Each row has the name of
-    the model, the temperature, the number of the sample, the settings, and what train_math.evaluate
-    returns. SystemExit: the file cannot be written, or has answers with other settings."""
+    name: hub id or folder of the model. replaced: as for train_math.evaluate, but not the sampler.
+    Each row has the name of the model, the temperature, the number of the sample, the settings, and
+    what train_math.evaluate returns. SystemExit: the file cannot be written, or has answers with
+    other settings."""
     make_writable(path)
     parts = train_math.replace_parts(train_math.Parts(), replaced)
-    if answer_of is None:
-        is_default = parts.reward is train_math.correctness_reward
-        answer_of = train_math.extract_answer if is_default else str.strip
+    is_default = parts.reward is train_math.correctness_reward
+    answer_of = train_math.extract_answer if is_default else str.strip  # it votes for the majority
     fingerprint = train_math.fingerprint(cfg, questions)
     settings = {"model": str(name)} | {key: fingerprint[key] for key in RECORDED}
     for part, function in replaced.items():
@@ -138,17 +135,11 @@ def ask(path, name, questions, temperatures, cfg, samples=1, answer_of=None, **r
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def settings_of_run(model):
-    """The settings of the run whose log is beside this model's folder. {} if there is no log."""
-    log = Path(os.path.abspath(model)).parent / "metrics.jsonl"
-    for row in read(log)[:1]:
-        return row.get("settings", {})
-    return {}
-
-
 def ask_model(args, flags, **replaced):
-    """Asks the model with the settings of its run, if there is one, and with these flags."""
-    run = settings_of_run(args.model)
+    """Asks the model with these flags, and with the settings of the run whose log is beside the
+    model's folder, if there is one."""
+    rows = read(Path(os.path.abspath(args.model)).parent / "metrics.jsonl")
+    run = rows[0].get("settings", {}) if rows else {}
     own = [f"--{name}={run[name]}" for name in FROM_RUN if run.get(name) not in (None, 0)]
     cfg = train_math.parse_settings([*own, *flags, "--model", args.model])
     used = " ".join(f"--{name}={getattr(cfg, name)!r}" for name in FROM_RUN)
@@ -176,15 +167,10 @@ def parse(argv):
                         help="sampling temperatures; 0 is greedy decoding")
     parser.add_argument("--samples", type=int, default=1, help="responses to each question")
     args, flags = parser.parse_known_args(argv)
-    if len({path.resolve() for path in args.files}) < len(args.files):
-        parser.error("the same file is given twice")
     if not all(0 <= t < math.inf for t in args.temperature) or args.samples < 1:
         parser.error("--temperature must be at least 0, and --samples at least 1")
     if args.samples > 1 and 0 in args.temperature:
         parser.error("--samples needs a --temperature above 0, because greedy responses are equal")
-    if len(set(args.temperature)) < len(args.temperature):
-        print("note: each temperature is asked once. For several responses to a question, use "
-              "--samples")
     if not args.model and (flags or args.samples > 1):
         parser.error(f"these flags need --model: {' '.join(flags or ['--samples'])}")
     return args, flags

@@ -14,7 +14,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -68,15 +67,13 @@ def make_writable(path):
     """Makes the folder of an output file, and tries to write there, so that a command notices a
     wrong path before its work. SystemExit: the file cannot be written."""
     path = Path(path)
+    aside = path.with_name(path.name + ".partial")  # as in `write`
     try:
-        is_new = not path.exists()
-        if not (is_new or path.is_file()):
-            raise OSError("it is a folder or a device")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab"), tempfile.NamedTemporaryFile(prefix=path.name, dir=path.parent):
-            pass  # this temporary name is as long as that in `write`
-        if is_new:
-            path.unlink()
+        if path.exists():
+            open(path, "ab").close()
+        aside.touch()
+        aside.unlink()
     except OSError as error:
         sys.exit(f"{path} cannot be written ({error.strerror or error}). Choose another path")
 
@@ -147,9 +144,7 @@ def paired(before, after):
     gained = sum(d > 0 for d in differences)
     lost = sum(d < 0 for d in differences)
     changed = gained + lost
-    fewer = 0
-    for k in range(min(gained, lost) + 1):
-        fewer += math.comb(changed, k)
+    fewer = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1))
     p = min(1, 2 * fewer / 2**changed)
     return difference, (difference - half, difference + half), p
 
