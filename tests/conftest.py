@@ -83,6 +83,17 @@ def at_call(number, function, instead):
     return counted
 
 
+def spy(function, calls):
+    """The function, which adds (arguments, keywords, result) of each call to this list."""
+
+    def noted(*arguments, **more):
+        result = function(*arguments, **more)
+        calls.append((arguments, more, result))
+        return result
+
+    return noted
+
+
 def sums(n):
     return [
         {"question": f"{'Ann ' * (i % 4)}has {i} figs?", "answer": f"#### {i}"} for i in range(n)

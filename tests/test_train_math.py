@@ -5,7 +5,6 @@ test_bad_inputs. The specification of the maths is test_gspo.py.
 """
 
 import copy
-import dataclasses
 import itertools
 import json
 
@@ -29,6 +28,7 @@ from tests.conftest import (
     parity_reward,
     rollout_of,
     settings,
+    spy,
     sums,
     train,
     weights_of,
@@ -53,22 +53,16 @@ class TestTraining:
         model, _ = tiny
         mine = copy.deepcopy(model)
         start = weights_of(model)
-        rollouts = []
-
-        def sample(*arguments):
-            rollouts.append(train_math.sample(*arguments))
-            return rollouts[0]
-
-        def reward(**columns):
-            return [0.5] * 4 + [i % 3 for i in range(12)]
-
+        calls = []
+        rewards = [0.5] * 4 + [i % 3 for i in range(12)]
         _, row = train(
-            tiny, 4, reward=reward, sample=sample, algorithm=algorithm, minibatches=2, epochs=2,
-            max_steps=1, temperature=0.8, eps_low=0.01, eps_high=0.03, micro_batch_tokens=60,
-            learning_rate=0.1, make_optimizer=lambda model: torch.optim.SGD(model.parameters()))
-        (rollout,) = rollouts
+            tiny, 4, reward=lambda **columns: rewards, sample=spy(train_math.sample, calls),
+            algorithm=algorithm, minibatches=2, epochs=2, max_steps=1, temperature=0.8,
+            eps_low=0.01, eps_high=0.03, micro_batch_tokens=60, learning_rate=0.1,
+            make_optimizer=lambda model: torch.optim.SGD(model.parameters()))
+        ((_, _, rollout),) = calls
         texts = list(zip(rollout.prompts, rollout.responses))
-        advantages = group_advantages(torch.tensor(reward()), 4)
+        advantages = group_advantages(torch.tensor(rewards), 4)
         old = [log_probs_of(mine, *text).detach() for text in texts]
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         losses = []
@@ -164,43 +158,22 @@ class TestTraining:
         assert [row["step"] for row in rows if "notes" in row] == [3, 4, 5, 6]
         assert torch.equal(before, weights_of(fresh[0]))
 
-    @pytest.mark.parametrize("equal, is_noted", [
-        ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False),
-        ([0.5, 0, 1, 1, 1], True), ([1, 1, 1, 0.9], False)])
-    def test_notes_that_three_steps_in_a_row_have_no_gradient(self, equal, is_noted):
-        rows = [{"step": 0}]
-        for step, fraction in enumerate(equal, 1):
-            rows.append({"step": step, "equal_reward_groups": fraction, "reward": 0.5, "cut": 0.0})
-        found = support.metrics.notes(rows, [])
-        assert ("no gradient in three steps" in str(found)) is is_noted
+    def test_asks_all_questions_before_any_twice_and_draws_other_responses_each_time(self, fresh):
+        """The questions may be a dataset of the library."""
+        def asked_and_drawn(questions, seed):
+            calls = []
+            train(fresh, questions, reward=spy(constant_reward, calls), max_steps=5, seed=seed)
+            asked = [each for _, given, _ in calls for each in given["prompts"][::4]]
+            return asked, [tuple(given["completions"]) for _, given, _ in calls]
 
-    @staticmethod
-    def seen(fresh, questions, seed, steps):
-        """(the questions of all steps, the responses of each step)"""
-        asked = []
-        responses = []
-
-        def reward(prompts, completions, **columns):
-            asked.extend(prompts[::4])
-            responses.append(tuple(completions))
-            return constant_reward(prompts, completions)
-
-        train(fresh, questions, reward=reward, max_steps=steps, seed=seed)
-        return asked, responses
-
-    def test_uses_all_questions_before_it_uses_any_twice(self, fresh):
-        """They may be a dataset of the library."""
         rows = [{"question": str(i)} for i in range(10)]
-        dataset = datasets.Dataset.from_list(rows)
-        first, again, other = (self.seen(fresh, questions, seed, 5)[0]
-                               for questions, seed in ((rows, 0), (dataset, 0), (rows, 1)))
+        first, drawn = asked_and_drawn(rows, 0)
         assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
-        assert first[:10] != first[10:] and first == again != other
-
-    def test_draws_other_responses_in_each_step_and_with_each_seed(self, fresh):
-        first, other, again = (self.seen(fresh, QUESTIONS[:1] * 4, seed, 2)[1]
-                               for seed in (0, 1, 0))
-        assert first == again and len({*first, *other}) == 4
+        assert first[:10] != first[10:]
+        assert asked_and_drawn(datasets.Dataset.from_list(rows), 0) == (first, drawn)
+        assert asked_and_drawn(rows, 1)[0] != first
+        same = [asked_and_drawn(QUESTIONS[:1] * 4, seed)[1] for seed in (0, 1)]
+        assert len(set(sum(same, []))) == 10, "two steps drew the same responses"
 
     def test_gives_all_groups_of_an_optimizer_the_learning_rate(self, fresh):
         """The rate begins at learning_rate and falls to a tenth of it in the last step."""
@@ -269,8 +242,7 @@ class TestTraining:
         assert len(tokenizer) == model.config.vocab_size and tokenizer.chat_template
         state = torch.load(whole / "state.pt")
         assert json.loads(json.dumps(state["rows"])) == rows
-        for name, weight in model.state_dict().items():
-            assert torch.equal(weight, state["model"][name])
+        torch.testing.assert_close(model.state_dict(), state["model"], rtol=0, atol=0)
 
 
 class TestEvaluation:
@@ -289,8 +261,7 @@ class TestEvaluation:
         questions = [{"question": f"{i}?", "answer": "3 + 4\n#### 7"} for i in range(10)]
         cfg = settings(max_completion_length=9)
         row = train_math.evaluate(*fresh, questions, cfg, generate=generate)
-        train_math.evaluate(*fresh, questions, cfg, temperature=0.5, generate=generate)
-        assert asked == [(10, 1, 9, 0), (10, 1, 9, 0.5)], "one response each, and greedy by default"
+        assert asked == [(10, 1, 9, 0)], "one response each, and greedy by default"
         assert row.pop("eval_reward_interval") == pytest.approx((0.3127, 0.8318), abs=1e-4)
         assert row.pop("eval_last_number_interval") == pytest.approx((0.4902, 0.9433), abs=1e-4)
         assert row.pop("eval_results") == [
@@ -298,7 +269,6 @@ class TestEvaluation:
              "reward": float(i < 6), "last_number": float(i < 8)} for i in range(10)]
         assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8,
                        "eval_best_constant": 1.0}
-        assert support.metrics.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_of_several_responses_has_them_side_by_side_and_no_interval(self, tiny, temperature):
@@ -309,14 +279,12 @@ class TestEvaluation:
         row = train_math.evaluate(
             *tiny, sums(5), settings(), temperature, group_size=3, reward=reward)
         results = row["eval_results"]
-        assert [result["question"] for result in results[::3]] == [
-            question["question"] for question in sums(5)]
         assert row["eval_questions"] == 5 and row["eval_seen"] == 15
         assert row["eval_reward"] == sum(result["reward"] for result in results) / 15
         assert "eval_reward_interval" not in row
         texts = [result["response"] for result in results]
         groups = [len(set(texts[i:i + 3])) for i in range(0, 15, 3)]
-        assert set(groups) == {1} if temperature == 0 else max(groups) == 3
+        assert max(groups) == (1 if temperature == 0 else 3)
 
     @pytest.mark.parametrize("mode", [True, False])
     def test_is_without_dropout_and_leaves_the_model_in_its_mode(self, fresh, mode):
@@ -330,19 +298,16 @@ class TestEvaluation:
         assert all(module.training is mode for module in model.modules())
 
     @pytest.mark.parametrize("change", [
-        lambda rows: [{"question": "mine?", "answer": "1"}] * len(rows),
         lambda rows: rows[::-1],
-        lambda rows: [rows[0]] * len(rows),
         lambda rows: [*rows[:-1], rows[-1] | {"question": "another?"}],
     ])
     def test_of_other_questions_than_those_asked_is_refused(self, fresh, change):
         def sample(model, tokenizer, questions, *others):
             return train_math.sample(model, tokenizer, change(questions), *others)
 
-        with pytest.raises(ValueError, match="answer the questions that it gets"):
-            train_math.evaluate(*fresh, sums(3), settings(), sample=sample)
-        with pytest.raises(ValueError, match="answer the questions that it gets"):
-            check(*fresh, sample=sample)
+        for call in train_math.evaluate, check:
+            with pytest.raises(ValueError, match="answer the questions that it gets"):
+                call(*fresh, sums(3), settings(), sample=sample)
 
     @pytest.mark.parametrize("values, interval", [
         ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
@@ -356,16 +321,6 @@ class TestEvaluation:
         assert ("eval_reward_interval" in row) is interval and "eval_last_number" not in row
         assert [result["reward"] for result in row["eval_results"]] == values
         assert all(result["gold"] is None for result in row["eval_results"])
-
-    @pytest.mark.parametrize("texts, words", [
-        (["a"] + ["Delivery.", "delivery\n", " DELIVERY"] * 6, "95% of the responses"),
-        ([""] * 4, "100% of the responses in this evaluation are the same: ''"),
-        (["a", "b"] + ["Delivery."] * 8, ""), (["a", "b"], ""), (["a"], ""), ([], ""),
-    ])
-    def test_notes_that_nearly_all_responses_are_one_text(self, texts, words):
-        results = [{"response": text} for text in texts]
-        found = support.metrics.notes([{"step": 0}], results).get("notes", [])
-        assert len(found) == bool(words) and words in "".join(found)
 
     @pytest.mark.parametrize("answers, best", [
         (["login"] * 8 + ["billing"] * 6 + ["delivery"] * 4, 8 / 18), ([7, "7", 8], 2 / 3),
@@ -395,11 +350,32 @@ class TestEvaluation:
         assert "cannot be compared" in support.metrics.outcome(*results)
 
 
+class TestNotes:
+    @pytest.mark.parametrize("texts, words", [
+        (["a"] + ["Delivery.", "delivery\n", " DELIVERY"] * 6, "95% of the responses"),
+        ([""] * 4, "100% of the responses in this evaluation are the same: ''"),
+        (["a", "b"] + ["Delivery."] * 8, ""), (["a", "b"], ""), (["a"], ""), ([], ""),
+    ])
+    def test_say_that_nearly_all_responses_are_one_text(self, texts, words):
+        results = [{"response": text} for text in texts]
+        found = support.metrics.notes([{"step": 0}], results).get("notes", [])
+        assert len(found) == bool(words) and words in "".join(found)
+
+    @pytest.mark.parametrize("equal, is_noted", [
+        ([1, 1, 1], True), ([0.5, 1, 1], False), ([1, 1, 0.5], False), ([1, 1], False)])
+    def test_say_that_three_steps_in_a_row_have_no_gradient(self, equal, is_noted):
+        rows = [{"step": step, "equal_reward_groups": fraction, "reward": 0.5, "cut": 0.0}
+                for step, fraction in enumerate(equal, 1)]
+        found = support.metrics.notes([{"step": 0}, *rows], [])
+        assert ("no gradient in three steps" in str(found)) is is_noted
+
+
 def test_a_model_is_loaded_in_float32_without_tf32_and_saved_for_transformers_4(fresh, tmp_path):
     """That version reads rope_theta outside of rope_parameters."""
-    fresh[0].config.rope_parameters["rope_theta"] = 5e5
-    fresh[0].half().save_pretrained(tmp_path)
-    fresh[1].save_pretrained(tmp_path)
+    model, tokenizer = fresh
+    model.config.rope_parameters["rope_theta"] = 5e5
+    model.half().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     torch.set_float32_matmul_precision("high")
     model, _ = train_math.load(str(tmp_path), "cpu")
     assert torch.get_float32_matmul_precision() == "highest" and not model.training
@@ -423,29 +399,20 @@ class TestAReward:
         assert rewards.tolist() == [1, 2.5] and rewards.dtype == torch.float32
 
     def test_gets_the_step_or_none_in_the_trial_and_in_evaluations(self, command, tmp_path):
-        steps = []
-
-        def reward(prompts, completions, step, **columns):
-            steps.append(step)
-            return parity_reward(prompts, completions)
-
+        calls = []
+        reward = spy(parity_reward, calls)
         train_math.main([*command, "--output_dir", str(tmp_path), "--max_steps", "2"], reward)
-        assert steps == [None, None, 1, 2, None]
+        assert [given["step"] for _, given, _ in calls] == [None, None, 1, 2, None]
 
     def test_may_keep_log_metric_for_a_loss_until_the_step_ends(self, fresh, own_loss):
-        def reward(prompts, completions, log_metric, **columns):
-            kept.append(log_metric)
-            return parity_reward(prompts, completions)
+        def loss(*arguments):
+            calls[0][1]["log_metric"]("mine", 5)
+            return gspo.gspo_loss(*arguments)
 
-        def loss(*arguments, **more):
-            kept[-1]("losses", next(numbers))
-            return gspo.gspo_loss(*arguments, **more)
-
-        kept = []
-        numbers = itertools.count(1)
+        calls = []
         own_loss(loss)
-        _, row = train(fresh, reward=reward, max_steps=1)
-        assert row["losses"] == next(numbers) - 1 > 1
+        _, row = train(fresh, reward=spy(parity_reward, calls), max_steps=1)
+        assert row["mine"] == 5
 
     def test_may_change_what_it_gets(self, fresh, tmp_path):
         """The run is the same, and can be resumed, although the trial calls the reward first. The
@@ -526,14 +493,6 @@ class TestAPart:
         assert row["log_ratio_mean"] is row["log_ratio_std"] is None
 
 
-def test_a_new_flag_may_have_the_default_0():
-    Own = dataclasses.make_dataclass(
-        "Own", [("weight_decay", float, 0.0)], bases=(train_math.Settings,))
-    assert Own().weight_decay == 0
-    with pytest.raises(ValueError, match="--weight_decay -1 is out of range"):
-        Own(weight_decay=-1)
-
-
 LOSSES = pytest.mark.parametrize("loss", [gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss])
 
 
@@ -555,9 +514,8 @@ class TestTheMathsBesidesItsSpecification:
             gspo.clipped_objective(torch.ones(2), torch.ones(2), 0.2, eps_high)
         none = torch.zeros(0, 3)
         assert loss(none, none, torch.zeros(0), none, denominator=4) == 0
-        rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0])
-        advantages = group_advantages(rewards, 3, std_eps=0)
-        assert advantages[:3].tolist() == [0, 0, 0] and advantages.isfinite().all()
+        advantages = group_advantages(torch.tensor([0.1, 0.1, 0.0, 1.0]), 2, std_eps=0)
+        assert advantages[:2].tolist() == [0, 0] and advantages.isfinite().all()
 
     @LOSSES
     @pytest.mark.parametrize("old", [-60.0, -95.0, -1e4, -1e9, -3e38, -torch.inf])
@@ -572,28 +530,28 @@ class TestTheMathsBesidesItsSpecification:
 
     @LOSSES
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-    def test_stays_finite_if_a_token_has_the_probability_0_but_not_if_it_is_nan(self, loss, dtype):
-        """The token has A = 1 and then A = -1. If neither policy can sample it, its ratio is 1."""
-        inf, nan = torch.inf, torch.nan
-        for new, old, same in ((-inf, -1, 0), (-inf, -inf, 1), (nan, -1, None), (-1, nan, None)):
-            log_probs = torch.full((2, 3), -1.0, dtype=dtype)
-            old_log_probs = log_probs.clone()
-            log_probs[:, 1] = new
-            old_log_probs[:, 1] = old
-            log_probs.requires_grad_()
-            value = loss(log_probs, old_log_probs, torch.tensor([1.0, -2.0]), torch.ones(2, 3))
-            value.backward()
-            assert value.isnan() == (same is None)
-            if same is not None:
-                assert log_probs.grad.isfinite().all() and (log_probs.grad[:, 1] == 0).all()
-                assert not same or value == 0.5
+    @pytest.mark.parametrize("new, old, expected", [
+        (-torch.inf, -1, "finite"), (-torch.inf, -torch.inf, 0.5), (torch.nan, -1, None),
+        (-1, torch.nan, None)])
+    def test_stays_finite_if_a_token_has_the_probability_0_but_not_if_it_is_nan(
+            self, loss, dtype, new, old, expected):
+        """The token has A = 1 and then A = -2. If neither policy can sample it, its ratio is 1."""
+        log_probs = torch.full((2, 3), -1.0, dtype=dtype)
+        old_log_probs = log_probs.clone()
+        log_probs[:, 1] = new
+        old_log_probs[:, 1] = old
+        log_probs.requires_grad_()
+        value = loss(log_probs, old_log_probs, torch.tensor([1.0, -2.0]), torch.ones(2, 3))
+        value.backward()
+        assert value.isnan() == (expected is None)
+        if expected:
+            assert log_probs.grad.isfinite().all() and (log_probs.grad[:, 1] == 0).all()
+            assert expected in ("finite", value)
 
     def test_gives_an_id_outside_the_vocabulary_no_log_prob(self):
-        """Padding often has the id -100 or -1. The mask hides its NaN, but not that of a wrong
-        id."""
+        """Padding often has the id -100 or -1. The mask hides its NaN."""
         logits = torch.zeros(1, 6, 4, requires_grad=True)
-        tokens = torch.tensor([[0, 3, -100, -1, 4, 2 ** 40]])
-        log_probs = gspo.token_log_probs(logits, tokens)
+        log_probs = gspo.token_log_probs(logits, torch.tensor([[0, 3, -100, -1, 4, 2 ** 40]]))
         assert log_probs[:, 2:].isnan().all()
         mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
         loss = gspo.gspo_loss(log_probs, log_probs.detach(), torch.tensor([1.0]), mask)
@@ -607,9 +565,8 @@ class TestTheMathsBesidesItsSpecification:
         names = {}
         exec(block("guides/paste.md", "import torch\nfrom gspo import group_advantages"), names)
         model = tiny_model(tiny_tokenizer(), seed=0)
-        torch.manual_seed(0)
-        ids = torch.randint(5, 20, (8, 9))
-        mask = torch.arange(8) >= torch.randint(1, 7, (8, 1))
+        ids = torch.randint(5, 20, (8, 9), generator=torch.Generator().manual_seed(0))
+        mask = torch.arange(8) >= torch.tensor([1, 4, 6, 2, 3, 6, 1, 5])[:, None]
         rewards = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1])
         other = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1)
