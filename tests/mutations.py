@@ -2,13 +2,12 @@
 
     python -m tests.mutations [--count 100] [--seed 0] [--files FILE ...]
 
-The mutations are drawn from all files together, so that a longer file gets more of them. Each one
-changes one operator, number, condition, keyword, order of arguments or statement. Texts stay,
-because most of them are messages. A mutation is caught if a test fails, or takes longer than LIMIT.
-If train_math.py cannot be imported, another mutation is drawn.
+Each mutation changes one operator, number, condition or keyword, or leaves out one statement. It is
+caught if a test fails, or takes longer than LIMIT. Texts stay, because most of them are messages.
 """
 import argparse
 import ast
+import difflib
 import random
 import shutil
 import subprocess
@@ -19,91 +18,57 @@ from pathlib import Path
 FILES = ["gspo.py", "train_math.py", *map(str, sorted(Path("support").glob("*.py")))]
 TESTS = ["test_gspo.py", *(f"tests/test_{name}.py" for name in (
     "answers", "data", "bad_inputs", "rollout", "train_math", "runs", "pages"))]
+LIMIT = 900  # seconds for the tests of one mutation
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, And Or, BitAnd BitOr"
-SWAPPED = {ast.Mod: ast.Mult, ast.FloorDiv: ast.Div, ast.Pow: ast.Mult}
+SWAPPED = {}
 for pair in PAIRS.split(", "):
     one, other = (getattr(ast, name) for name in pair.split())
     SWAPPED |= {one: other, other: one}
-LIMIT = 900  # seconds for the tests of one mutation
-KINDS = {
-    "constant": ast.Constant,
-    "condition": (ast.If, ast.IfExp, ast.While),
-    "unary operator": ast.UnaryOp,
-    "statement": (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If),
-}
+STATEMENTS = ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If
 
 
-def kinds_of(node):
-    """The kinds of mutation that this node allows."""
-    value = getattr(node, "value", 0)
-    if value is None or isinstance(getattr(value, "value", value), str):
-        return []  # None or a text
-    kinds = [kind for kind, nodes in KINDS.items() if isinstance(node, nodes)]
+def mutate(source, rng):
+    """The source with one change at a random place, or None if that place allows none."""
+    tree = ast.parse(source)
+    node = rng.choice(list(ast.walk(tree)))
+    if isinstance(getattr(node, "value", None), ast.Constant):  # a docstring, for example
+        return None
     operator = getattr(node, "ops", [getattr(node, "op", None)])[0]
-    if type(operator) in SWAPPED and not isinstance(node, ast.AugAssign):
-        kinds.append("operator")
-    if isinstance(node, ast.Call):
-        kinds += ["arguments"] * (len(node.args) > 1)
-        kinds += [f"keyword {i}" for i in range(len(node.keywords))]
-    return kinds
-
-
-def mutate(tree, number, kind):
-    """Change the node that has this number in ast.walk."""
-    node = list(ast.walk(tree))[number]
-    if kind == "statement":
+    if type(operator) in SWAPPED:
+        swapped = SWAPPED[type(operator)]()
+        if isinstance(node, ast.Compare):
+            node.ops[0] = swapped
+        else:
+            node.op = swapped
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
+        node.value = not node.value if isinstance(node.value, bool) else node.value * 2 or 1
+    elif isinstance(node, (ast.If, ast.IfExp, ast.While)) and rng.random() < 0.5:
+        node.test = ast.UnaryOp(ast.Not(), node.test)
+    elif isinstance(node, ast.Call) and node.keywords:
+        del node.keywords[rng.randrange(len(node.keywords))]
+    elif isinstance(node, STATEMENTS):
         for parent in ast.walk(tree):
             for block in vars(parent).values():
                 if isinstance(block, list) and node in block:
                     block[block.index(node)] = ast.Pass()
-    elif kind == "unary operator":
-        node.operand = ast.UnaryOp(node.op, node.operand)
-    elif kind == "condition":
-        node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif kind == "arguments":
-        node.args[:2] = reversed(node.args[:2])
-    elif kind == "constant":
-        node.value = not node.value if isinstance(node.value, bool) else node.value * 2 or 1
-    elif kind == "operator" and isinstance(node, ast.Compare):
-        node.ops[0] = SWAPPED[type(node.ops[0])]()
-    elif kind == "operator":
-        node.op = SWAPPED[type(node.op)]()
-    else:
-        del node.keywords[int(kind.split()[1])]
+    changed = ast.unparse(ast.fix_missing_locations(tree))
+    return changed if changed != ast.unparse(ast.parse(source)) else None
 
 
-def mutations(sources, seed):
-    """All mutations of the files in a random order, as (file, what has changed, new source)."""
-    places = []
-    for file, source in sources.items():
-        for number, node in enumerate(ast.walk(ast.parse(source))):
-            places += [(file, number, kind) for kind in kinds_of(node)]
-    for file, number, kind in random.Random(seed).sample(places, len(places)):
-        tree = ast.parse(sources[file])
-        before = ast.unparse(tree).split("\n")
-        mutate(tree, number, kind)
-        after = ast.unparse(tree).split("\n")
-        if after != before:
-            i, a, b = next((i, a, b) for i, (a, b) in enumerate(zip(before, after)) if a != b)
-            yield file, f"{file} {i}: {a.strip()}  ->  {b.strip()}", "\n".join(after)
-
-
-def outcome(file, source):
-    """"survived", "caught" or "skipped" if this file has this source."""
+def is_caught(file, source):
+    """Whether a test fails if this file has this source. None: the script cannot be imported."""
     with tempfile.TemporaryDirectory() as folder:
         ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__")
         shutil.copytree(".", folder, ignore=ignored, dirs_exist_ok=True)
         Path(folder, file).write_text(source, encoding="utf-8")
-        command = [sys.executable, "-c", "import train_math"]
-        started = subprocess.run(command, cwd=folder, stderr=subprocess.DEVNULL)
-        if started.returncode:
-            return "skipped"
+        quiet = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        if subprocess.run([sys.executable, "-c", "import train_math"], **quiet).returncode:
+            return None
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", *TESTS]
         try:
-            tests = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, timeout=LIMIT)
+            return subprocess.run(command, timeout=LIMIT, **quiet).returncode != 0
         except subprocess.TimeoutExpired:
-            return "caught"
-        return "caught" if tests.returncode else "survived"
+            return True
 
 
 def main():
@@ -113,16 +78,19 @@ def main():
     parser.add_argument("--files", nargs="+", default=FILES, help="the files to change")
     args = parser.parse_args()
     sources = {file: Path(file).read_text(encoding="utf-8") for file in args.files}
-    if outcome(*next(iter(sources.items()))) != "survived":
-        sys.exit("the tests fail without any mutation")
-    counts = {"caught": 0, "survived": 0, "skipped": 0}
-    for file, change, mutated in mutations(sources, args.seed):
-        found = outcome(file, mutated)
-        counts[found] += 1
-        print(found, change, flush=True)
-        if counts["caught"] + counts["survived"] == args.count:
-            break
-    print(counts)
+    sizes = [len(source) for source in sources.values()]
+    rng = random.Random(args.seed)
+    caught = []
+    while len(caught) < args.count:
+        (file,) = rng.choices(list(sources), sizes)
+        changed = mutate(sources[file], rng)
+        found = None if changed is None else is_caught(file, changed)
+        if found is not None:
+            caught.append(found)
+            before = ast.unparse(ast.parse(sources[file])).split("\n")
+            lines = [x for x in difflib.ndiff(before, changed.split("\n")) if x[0] in "+-"]
+            print("caught" if found else "survived", file, *lines, sep="\n", flush=True)
+    print(f"{sum(caught)} of {len(caught)} are caught")
 
 
 if __name__ == "__main__":
