@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from gspo import group_advantages, grpo_loss, gspo_loss, gspo_token_loss, token_log_probs
 from support.check_model import check_model
-from support.command_line import check_values, exits_with, flag, guarded_run, parse, replace_parts
+from support.command_line import check_values, exits_with, flag, guarded_run, parse
 from support.cuda_sampling import generate, static_rollout
 from support.metrics import evaluation_metrics, notes, rollout_metrics, update_metrics, wilson
 from support.models import adamw, check_finite, clip_gradients, load, tf32_matmuls
@@ -84,7 +84,7 @@ class Settings:
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
 
     def __post_init__(self):
-        check_values(self, ALGORITHMS)
+        check_values(self)
 
     def clip_range(self):
         """(eps_low, eps_high): the flags, or else the defaults of the algorithm."""
@@ -310,12 +310,10 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **
 
     With the default reward, eval_last_number is the accuracy if the last number of a response
     counts as its answer, whatever its format. eval_results has a dict for each response."""
-    parts = replace_parts(Parts(), replaced)
+    parts = Parts(**replaced)
     asked = [row for row in questions for _ in range(group_size)]
-    was_training = model.training
     model.eval()  # without dropout
     rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
-    model.train(was_training)
     check_rollout(rollout, asked, 1)
     rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
     scores = {"reward": rewards}
@@ -336,7 +334,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
     that of step 0 is an evaluation. ValueError: bad arguments. OSError: the run cannot be saved."""
     model.eval()  # without dropout, which would give each forward pass other log-probs
     questions = list(questions)
-    parts = replace_parts(Parts(), replaced)
+    parts = Parts(**replaced)
     optimizer = parts.make_optimizer(model)
     optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
     with locked(cfg.output_dir):
@@ -352,7 +350,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
             results = row.pop("eval_results", [])
             row |= notes([*run.rows, row], results)
-            is_asked_to_end = on_step and str(on_step(row)) == "True"  # it may be numpy's
+            is_asked_to_end = on_step and on_step(row) is True
             ends = is_last or is_asked_to_end or (stop and stop.is_set())
             run.add(row, results, is_saved=ends or step % cfg.save_steps == 0)
             if ends:
@@ -364,7 +362,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
 def main(argv=None, reward=correctness_reward, on_step=None, user_state=None, **replaced):
     """The script. on_step, user_state and the functions that are replaced are those of train()."""
     cfg = parse_settings(argv)
-    parts = replace_parts(Parts(reward), replaced)
+    parts = Parts(reward, **replaced)
     with guarded_run(cfg) as stop:
         with exits_with(f"--dataset {cfg.dataset}"):
             questions, held_out = load_questions(cfg, reward)

@@ -1,8 +1,6 @@
 """The models of train_math.py: loading, and the precision of their weights and products."""
 import contextlib
 import functools
-import importlib.util
-import json
 from pathlib import Path
 
 import torch
@@ -12,36 +10,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def load(name, device):
     """(model, tokenizer) from a hub id or a folder, in float32. In bf16, most updates at a learning
-    rate of 1e-6 would round to nothing. ValueError: weights are missing or not finite."""
+    rate of 1e-6 would round to nothing. ValueError: the folder has no model, or lacks weights."""
     torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
-    check_folder(name)
+    folder = Path(name)
+    files = folder / "config.json", folder / "adapter_config.json"
+    is_path = folder.exists() or len(folder.parts) > 2 or str(name).startswith((".", "/", "~"))
+    if is_path and not any(file.exists() for file in files):
+        raise ValueError(f"there is no {files[0]}. A run has its model in RUN/model. If it was "
+                         "killed, first repeat its command with --max_steps 1")
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True)
     missing = sorted(report["missing_keys"])
     if missing:  # they would be random
         raise ValueError(f"{len(missing)} weights are missing in its files, such as {missing[0]}")
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        raise ValueError("its weights are not finite")
     rope = getattr(model.config, "rope_parameters", None) or {}
     if "rope_theta" in rope:  # transformers 4 looks for it outside, and otherwise takes a default
         model.config.rope_theta = rope["rope_theta"]
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
-
-
-def check_folder(name):
-    """ValueError: this is the path of a folder without a model, and no name on the hub."""
-    folder = Path(name)
-    run = folder.parent if folder.name == "model" else folder
-    if (run / "state.pt").exists() and not (run / "model").exists():
-        raise ValueError(f"{run} has no model. To write it, repeat its command with --max_steps 1")
-    adapter = folder / "adapter_config.json"
-    if adapter.exists():
-        if not importlib.util.find_spec("peft"):
-            raise ValueError(f"{name} holds a LoRA adapter, which needs the package peft")
-        check_folder(json.loads(adapter.read_bytes())["base_model_name_or_path"])
-    elif folder.exists() or len(folder.parts) > 2 or str(name).startswith((".", "/", "~")):
-        if not (folder / "config.json").exists():
-            raise ValueError(f"there is no {folder}/config.json. A run has its model in RUN/model")
 
 
 def adamw(model):

@@ -286,28 +286,14 @@ class TestEvaluation:
         groups = [len(set(texts[i:i + 3])) for i in range(0, 15, 3)]
         assert max(groups) == (1 if temperature == 0 else 3)
 
-    @pytest.mark.parametrize("mode", [True, False])
-    def test_is_without_dropout_and_leaves_the_model_in_its_mode(self, fresh, mode):
+    def test_is_without_dropout(self, fresh):
         def sample(*arguments):
             assert not any(module.training for module in model.modules())
             return train_math.sample(*arguments)
 
         model, _ = fresh
-        model.train(mode)
+        model.train()
         train_math.evaluate(*fresh, sums(2), settings(), reward=parity_reward, sample=sample)
-        assert all(module.training is mode for module in model.modules())
-
-    @pytest.mark.parametrize("change", [
-        lambda rows: rows[::-1],
-        lambda rows: [*rows[:-1], rows[-1] | {"question": "another?"}],
-    ])
-    def test_of_other_questions_than_those_asked_is_refused(self, fresh, change):
-        def sample(model, tokenizer, questions, *others):
-            return train_math.sample(model, tokenizer, change(questions), *others)
-
-        for call in train_math.evaluate, check:
-            with pytest.raises(ValueError, match="answer the questions that it gets"):
-                call(*fresh, sums(3), settings(), sample=sample)
 
     @pytest.mark.parametrize("values, interval", [
         ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
@@ -335,8 +321,7 @@ class TestEvaluation:
     @pytest.mark.parametrize("before, after, words", [
         ([0, 0, 0, 1], [1, 1, 0, 1], "0.25 before and 0.75 after, a difference of +0.5, whose "
                                      "paired 95% CI +0.01 to +0.99 excludes 0: it has risen"),
-        ([1, 1, 1, 1], [0, 0, 1, 0], "excludes 0: it has fallen. The share of the most frequent "
-                                     "response is 100% before and 75% after"),
+        ([1, 1, 1, 1], [0, 0, 1, 0], "excludes 0: it has fallen"),
         ([0, 1, 0, 1], [1, 0, 0, 1], "includes 0, so no change is shown"),
         ([0.5, 0.5], [0.5, 0.5], "difference of +0, whose paired 95% CI +0 to +0 includes 0"),
         ([0.2, 0.4, 0.3], [0.6, 0.9, 0.8, 1.0], "0.3 before and 0.767 after, a difference of "
@@ -346,8 +331,6 @@ class TestEvaluation:
         results = [[{"question": f"{i}?", "reward": value, "response": f"{value}"}
                     for i, value in enumerate(values)] for values in (before, after)]
         assert words in support.metrics.outcome(*results)
-        results[0][0]["question"] = "another?"
-        assert "cannot be compared" in support.metrics.outcome(*results)
 
 
 class TestNotes:

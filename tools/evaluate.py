@@ -93,7 +93,7 @@ def ask(path, name, questions, temperatures, cfg, samples=1, **replaced):
     what train_math.evaluate returns. SystemExit: the file cannot be written, or has answers with
     other settings."""
     make_writable(path)
-    parts = train_math.replace_parts(train_math.Parts(), replaced)
+    parts = train_math.Parts(**replaced)
     is_default = parts.reward is train_math.correctness_reward
     answer_of = train_math.extract_answer if is_default else str.strip  # it votes for the majority
     fingerprint = train_math.fingerprint(cfg, questions)
