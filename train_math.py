@@ -305,21 +305,20 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 # ---- evaluation, the training loop, and the script -----------------------------------------------
 
 
-def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **replaced):
-    """The mean reward of `group_size` responses to each question; greedy decoding by default.
+def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
+    """The mean reward of a response to each question; greedy decoding by default.
 
     With the default reward, eval_last_number is the accuracy if the last number of a response
     counts as its answer, whatever its format. eval_results has a dict for each response."""
     parts = Parts(**replaced)
-    asked = [row for row in questions for _ in range(group_size)]
     model.eval()  # without dropout
-    rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
-    check_rollout(rollout, asked, 1)
+    rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, parts)
+    check_rollout(rollout, questions, 1)
     rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
     scores = {"reward": rewards}
     if parts.reward is correctness_reward:
         scores["last_number"] = score(parts.reward, rollout.questions, rollout.texts, strict=False)
-    return evaluation_metrics(rollout, scores, own_metrics, group_size)
+    return evaluation_metrics(rollout, scores, own_metrics)
 
 
 def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, on_step=None,

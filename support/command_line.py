@@ -10,7 +10,7 @@ import torch
 from transformers import HfArgumentParser
 
 from gspo import clipped_objective
-from support.models import micro_batch_tokens, note, show
+from support.models import micro_batch_tokens, show
 from support.rewards import RewardError
 from support.saving import locked
 
@@ -45,8 +45,8 @@ def parse(settings, argv=None):
         argv = sys.argv[1:] if argv is None else argv
         (cfg,) = parser.parse_args_into_dataclasses(argv)
     if not torch.cuda.is_available() and not any(word.startswith("--device") for word in argv):
-        note("this PyTorch finds no CUDA GPU. On a CPU, a step takes many minutes with the default "
-             "model. Try python -m lesson.tiny")
+        show("note: this PyTorch finds no CUDA GPU. On a CPU, a step takes many minutes with the "
+             "default model. Try python -m lesson.tiny")
     return cfg
 
 

@@ -6,7 +6,7 @@ from tqdm.auto import tqdm
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from support.models import note
+from support.models import show
 from support.sampling import dynamic_rollout, next_logits, next_tokens, prefill
 
 
@@ -26,7 +26,7 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
         responses, log_probs = static_rollout(copy_in(model, dtypes[0]), *arguments)
         if log_probs.isfinite().all():
             return responses, log_probs
-        note(f"this model cannot sample in {dtypes.pop(0)}, which overflows")
+        show(f"note: this model cannot sample in {dtypes.pop(0)}, which overflows")
     return static_rollout(model, *arguments)
 
 

@@ -60,7 +60,7 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
     }
 
 
-def evaluation_metrics(rollout, scores, own_metrics, group_size):
+def evaluation_metrics(rollout, scores, own_metrics):
     """The metrics of an evaluation, and "eval_results" with a dict for each response. scores:
     {name: rewards (B,)}; own_metrics: what the reward has reported."""
     results = []
@@ -69,11 +69,11 @@ def evaluation_metrics(rollout, scores, own_metrics, group_size):
         results.append({"question": question["question"], "gold": gold_answer(answer) or answer,
                         "response": text, "tokens": len(response)})
     row = {f"eval_{name}": value for name, value in own_metrics.items()}
-    row["eval_questions"] = len(results) // group_size
+    row["eval_questions"] = len(results)
     for name, values in scores.items():
         values = values.tolist()
         row[f"eval_{name}"] = sum(values) / len(values)
-        if group_size == 1 and set(values) <= {0, 1}:
+        if set(values) <= {0, 1}:
             row[f"eval_{name}_interval"] = wilson(sum(values), len(values))
         for result, value in zip(results, values):
             result[name] = value

@@ -1,6 +1,5 @@
 """The models of train_math.py: loading, and the precision of their weights and products."""
 import contextlib
-import functools
 from pathlib import Path
 
 import torch
@@ -46,11 +45,6 @@ def micro_batch_tokens(device):
     memory = torch.cuda.get_device_properties(device).total_memory / 2**30  # in GiB
     sizes = {44: 8192, 32: 4096, 22: 2048, 14: 1024, 0: 512}
     return next(tokens for least, tokens in sizes.items() if memory >= least)
-
-
-@functools.cache  # so that it is printed once, and not in each step
-def note(text):
-    show(f"note: {text}")
 
 
 def show(text):

@@ -80,11 +80,11 @@ def score(reward, questions, texts, **more):
 
 
 def score_rollout(reward, rollout, cfg, step=None):
-    """(rewards (B,), metrics): the rewards of a Rollout, and what the reward has reported. Besides
-    what `score` gives it, it gets completion_ids (the token ids of each response), cut (whether a
-    response reached the length limit), step (None in the trial and in evaluations), and
-    log_metric(name, value), as in TRL: the values, which may be lists, go into the row of the step.
-    It may be called until the step ends. ValueError: the name is taken."""
+    """(rewards (B,), metrics): the rewards of a Rollout, and what the reward has logged. Besides
+    what `score` gives it, the reward gets completion_ids (the token ids of each response), cut
+    (whether a response reached the length limit), step (None in the trial and in evaluations), and
+    log_metric(name, value), which may be called until the step ends, and whose value may be a list.
+    ValueError: the name is taken."""
     metrics = {}
 
     def log_metric(name, value):

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import train_math
-from support.cuda_sampling import note
 from tools.logs import read
 from tools.warm_up import tiny_model, tiny_tokenizer
 
@@ -230,7 +229,6 @@ def assert_same(whole, folder):
 def as_a_program(monkeypatch):
     """A test is like a program that has just been started: each note is still to be printed."""
     monkeypatch.setattr(sys, "argv", ["train_math.py"])
-    note.cache_clear()
 
 
 @pytest.fixture

@@ -270,22 +270,6 @@ class TestEvaluation:
         assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8,
                        "eval_best_constant": 1.0}
 
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_of_several_responses_has_them_side_by_side_and_no_interval(self, tiny, temperature):
-        def reward(prompts, completions, log_metric, **columns):
-            log_metric("seen", len(prompts))
-            return parity_reward(prompts, completions)
-
-        row = train_math.evaluate(
-            *tiny, sums(5), settings(), temperature, group_size=3, reward=reward)
-        results = row["eval_results"]
-        assert row["eval_questions"] == 5 and row["eval_seen"] == 15
-        assert row["eval_reward"] == sum(result["reward"] for result in results) / 15
-        assert "eval_reward_interval" not in row
-        texts = [result["response"] for result in results]
-        groups = [len(set(texts[i:i + 3])) for i in range(0, 15, 3)]
-        assert max(groups) == (1 if temperature == 0 else 3)
-
     def test_is_without_dropout(self, fresh):
         def sample(*arguments):
             assert not any(module.training for module in model.modules())
