@@ -20,8 +20,6 @@ from tools.plot import STYLES, shrink
 
 HERE = Path(__file__).parent
 LOW, HIGH = 0.2, 0.3  # the clip range of clip.png, wide enough to be seen
-CISPO_MAXIMUM = 1.28
-SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # its temperatures for A > 0 and for A < 0
 
 
 def with_clip(low, high):
@@ -33,12 +31,12 @@ def with_clip(low, high):
 
 
 def cispo(log_ratio, advantage):
-    weight = log_ratio.exp().detach().clamp(max=CISPO_MAXIMUM)
+    weight = log_ratio.exp().detach().clamp(max=1.28)
     return weight * advantage * log_ratio
 
 
 def sapo(log_ratio, advantage):
-    tau = SAPO_POSITIVE if advantage > 0 else SAPO_NEGATIVE
+    tau = 1.0 if advantage > 0 else 1.05
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
     return 4 / tau * gate * advantage
 

@@ -28,7 +28,7 @@ try:
     import train_math
 except ModuleNotFoundError:
     sys.exit("start this program in the top folder of the project with: python -m lesson.tiny")
-from tools.logs import read
+from tools.logs import read, write
 from tools.plot import draw
 from tools.warm_up import supervise, tiny_model, tiny_tokenizer
 
@@ -45,18 +45,14 @@ TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # 0: greedy
 TASK = """\
 The task: how many rabbits are there after some months, if each month has as many as the two months
 before it together? Only last digits count. A short example, in which c stands for three months:
-  question   {question}
-  reasoning  {reasoning}
-  answer     {answer}
-The questions of this run ask for 10 to 16 months, and {questions} of them are held out.
+  question   Rabbits: 3, then 7. In c months?
+  reasoning  c3+7=0b7+0=7a0+7=7
+  answer     #### 7
+The questions of this run ask for 10 to 16 months, and 175 of them are held out.
 In each line below, cut is the fraction of responses that reach the length limit, and
 equal_reward_groups that of questions whose responses all have the same reward (no gradient).
 eval_best_constant is the accuracy of giving the same answer to all questions. lesson/README.md
 explains the rest."""
-GREEDY = """\
-This is greedy decoding, which takes the most probable token each time. Its accuracy often runs
-ahead of the reward of sampled responses, because a token need only be a little more probable than
-others. In the last step, the reward of the sampled responses was {reward:.1%}."""
 
 
 # ---- questions and worked answers ----------------------------------------------------------------
@@ -142,8 +138,8 @@ def make_world(folder, seed):
     tokenizer.save_pretrained(aside / "model")
     (aside / "questions").mkdir(parents=True, exist_ok=True)
     for name, rows in zip(("train", "test"), questions()):
-        lines = [json.dumps({name: row[name] for name in ("question", "answer")}) for row in rows]
-        Path(aside, "questions", f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write(aside / "questions" / f"{name}.jsonl",
+              [{key: row[key] for key in ("question", "answer")} for row in rows])
     start = {t: accuracy(model, tokenizer, questions()[1], t) for t in TEMPERATURES}
     (aside / "start.json").write_text(json.dumps(start) + "\n")
     aside.rename(folder)  # so that an interrupted command leaves no incomplete world
@@ -159,32 +155,18 @@ def world(seed, root="runs"):
     return folder
 
 
-def introduce(start):
-    """Prints the task, and the accuracy of the model before RL, which start.json has."""
-    row = rabbits((3, 7), 3)
-    reasoning, answer = row["worked"].split("\n")
-    print(TASK.format(question=row["question"], reasoning=reasoning, answer=answer,
-                      questions=len(questions()[1])))
-    accuracies = ", ".join(f"{value:.1%} at {t}" for t, value in start.items())
-    print(f"held-out accuracy before RL, by sampling temperature (0.0 is greedy): {accuracies}\n")
-
-
 def summarise(folder):
     """Prints the accuracy before and after the run in this folder, and one question as an
     example, if possible one whose answer was wrong before."""
-    rows = read(folder / "metrics.jsonl")
-    last = max(row["step"] for row in rows if "eval_reward" in row)
+    last = max(row["step"] for row in read(folder / "metrics.jsonl") if "eval_reward" in row)
     before, after = (read(folder / f"eval_{step}.jsonl") for step in (0, last))
     accuracies = [sum(row["reward"] for row in found) / len(found) for found in (before, after)]
     print("\ngreedy accuracy on {} held-out questions: {:.1%} before, {:.1%} after".format(
         len(before), *accuracies))
-    pairs = list(zip(before, after))
-    pair = max(pairs, key=lambda pair: pair[1]["reward"] - pair[0]["reward"])
+    pair = max(zip(before, after), key=lambda pair: pair[1]["reward"] - pair[0]["reward"])
     print(f"  {pair[0]['question']}  (correct: {pair[0]['gold']})")
     for name, row in zip(("before", "after"), pair):
         print(f"  {name + ':':7} {' '.join(row['response'].split())}")
-    if accuracies[1] > rows[-1].get("reward", 1):
-        print(GREEDY.format(reward=rows[-1]["reward"]))
     return "{:.0%} to {:.0%}".format(*accuracies)
 
 
@@ -199,7 +181,10 @@ def main(argv=None):
     logging.disable_progress_bar()  # those of loading and saving, which take no time here
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
     folder = world(args.world)
-    introduce(json.loads((folder / "start.json").read_text()))
+    print(TASK)
+    start = json.loads((folder / "start.json").read_text())
+    accuracies = ", ".join(f"{value:.1%} at {t}" for t, value in start.items())
+    print(f"held-out accuracy before RL, by sampling temperature (0.0 is greedy): {accuracies}\n")
     train_math.main([
         *FLAGS, *RANGES.get(cfg.algorithm, []), "--model", str(folder / "model"), "--dataset",
         str(folder / "questions"), "--instruction", "", *flags])
