@@ -40,15 +40,10 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 import train_math
-from tools.logs import append, make_writable, markdown, read
-
-try:
-    import trl
-    from trl import GRPOConfig, GRPOTrainer
-except ImportError:  # the table can be made without TRL
-    trl = None
+from tools.logs import append, make_writable
 
 LARGE = 151936  # words
 PROMPTS = {512: 16, LARGE: 4}  # prompts per step
@@ -60,7 +55,6 @@ LOG = Path("runs/speed.jsonl")
 WORKLOADS = {  # tuned: the number of micro-batches per minibatch of the tuned TRL
     "fixed": SimpleNamespace(prompt=(32, 32), length=64, end=0, tuned=4),
     "natural": SimpleNamespace(prompt=(16, 48), length=128, end=1 / 32, tuned=8)}
-TIMES = "seconds", "rollout", "old log-probs", "update"  # of the published rounds
 
 
 def make_tokenizer(vocabulary):
@@ -105,9 +99,9 @@ def reward_of(workload):
     return reward
 
 
-class Meter:
+class Meter(TrainerCallback):
     """Measures the steps of one program: CPU seconds, so that other jobs on the machine do not
-    count, and the memory."""
+    count, and the memory. TRL calls it, too. A step is MINIBATCHES optimizer steps of TRL."""
 
     def __init__(self):
         self.steps = []
@@ -122,6 +116,14 @@ class Meter:
     def end(self):
         seconds = time.process_time() - self.began
         self.steps.append({"seconds": seconds, "peak_mb": memory("VmHWM") - self.held})
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step % MINIBATCHES == 0:
+            self.begin()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % MINIBATCHES == 0:
+            self.end()
 
 
 def memory(key):
@@ -149,21 +151,6 @@ def our_steps(model, job):
     return meter.steps
 
 
-class Measured(TrainerCallback):
-    """Measures the same steps of a GRPOTrainer, which are MINIBATCHES optimizer steps each."""
-
-    def __init__(self, meter):
-        self.meter = meter
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step % MINIBATCHES == 0:
-            self.meter.begin()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % MINIBATCHES == 0:
-            self.meter.end()
-
-
 def their_steps(model, job, parts=1, **options):
     """What as many steps of TRL took. parts: micro-batches per minibatch."""
     meter = Meter()
@@ -179,7 +166,7 @@ def their_steps(model, job, parts=1, **options):
         output_dir=tempfile.mkdtemp(), **options)
     trainer = GRPOTrainer(
         model, reward_of(job), config, Dataset.from_list([{"prompt": q} for q in job.questions]),
-        processing_class=job.tokenizer, callbacks=[Measured(meter)])
+        processing_class=job.tokenizer, callbacks=[meter])
     trainer.train()
     return meter.steps
 
@@ -196,47 +183,23 @@ def race(vocabulary, hidden, name):
             ("ours", our_steps, {}), ("TRL", their_steps, {}),
             ("TRL tuned", their_steps, {"parts": parts, "gradient_checkpointing": False})):
         found[side] = steps_of(make_model(vocabulary, hidden, job.end), job, **options)
-        median = statistics.median(step["seconds"] for step in found[side][1:])
-        print(f"vocabulary {vocabulary}, {name}, {side}: {median:.2f} s a step", flush=True)
+        seconds, megabytes = (statistics.median(step[key] for step in found[side][1:])
+                              for key in ("seconds", "peak_mb"))
+        print(f"vocabulary {vocabulary}, hidden size {hidden}, {name}, {side}: {seconds:.2f} s a "
+              f"step, peak memory {megabytes:.0f} MB", flush=True)
     for i, steps in enumerate(zip(*found.values(), strict=True)):
         append(LOG, {"vocabulary": vocabulary, "hidden": hidden, "workload": name, "round": i,
                      **dict(zip(found, steps))})
 
 
-def table(rounds):
-    """Times of TRL divided by ours, the median of the rounds and their range, without the first
-    round of each job. Memory: the median of the rounds."""
-    times = [key for key in TIMES if key in rounds[0]["ours"]]
-    lines = []
-    for job in dict.fromkeys((row["vocabulary"], row["hidden"], row["workload"]) for row in rounds):
-        played = [row for row in rounds if row["round"]
-                  and (row["vocabulary"], row["hidden"], row["workload"]) == job]
-        for rival in "TRL", "TRL tuned":
-            cells = [f"{job[0]:,}", *job[1:], rival]
-            for key in times:
-                ratios = [row[rival][key] / row["ours"][key] for row in played]
-                cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to "
-                             f"{max(ratios):.2f})")
-            peaks = [round(statistics.median(row[side]["peak_mb"] for row in played))
-                     for side in ("ours", rival)]
-            lines.append([*cells, "{} : {} MB".format(*peaks)])
-    return "Times, TRL / ours: the median of the rounds (their range)\n\n" + markdown(
-        ["vocabulary", "hidden size", "workload", "against", "step", *times[1:],
-         "peak memory, ours : TRL"], lines)
-
-
 def main():
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    if trl is None:
-        sys.exit("trl==1.16.0 is not installed. The first lines of this file show how to install "
-                 "it in a separate environment")
     torch.set_num_threads(1)
     make_writable(LOG)
     if LOG.exists():
         sys.exit(f"{LOG} has an earlier measurement: move it to another place first")
     for job in JOBS:
         race(*job)
-    print(table(read(LOG)))
 
 
 if __name__ == "__main__":
