@@ -56,37 +56,37 @@ def test_a_wrong_setting_is_named(flags, words):
     assert line.startswith("train_math.py: settings: ") and words in line
 
 
-@pytest.mark.parametrize("algorithm, changes, words", [
-    ("own", {"eps_low": 1.5}, "eps_low 1.5"),
-])
-def test_a_wrong_algorithm_is_named(monkeypatch, algorithm, changes, words):
-    row = train_math.ALGORITHMS["gspo"]._replace(**changes)
-    monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
-    with pytest.raises(ValueError, match=words):
-        settings(algorithm=algorithm)
+def test_a_wrong_clip_range_of_an_algorithm_is_named(own_loss):
+    own_loss(gspo_loss, eps_low=1.5)
+    with pytest.raises(ValueError, match="eps_low 1.5"):
+        settings()
 
 
-# ---- what the flags name -------------------------------------------------------------------------
+# ---- what the flags name, and functions of the user's own ----------------------------------------
 
 
-def save_state(content):
-    return lambda folder: torch.save(content, folder / "state.pt")
+def writes(path, content):
+    """Writes this text, or this object for torch.load, into the folder of the run or beside it."""
+    def prepare(folder):
+        file = folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            file.write_text(content)
+        else:
+            torch.save(content, file)
+
+    return prepare
 
 
-def full_disk(folder):
-    (folder / "partial").symlink_to("/dev/full")
-
-
-def save_model(change=None, tokenizer=True, template=None):
-    """The tiny model in the folder "model", with a change of its weights, or without its tokenizer.
-    """
+def save_model(change=None, tokenizer=True):
+    """The tiny model, with a change of its weights, or with only the template of its tokenizer."""
     def prepare(folder):
         path = folder.parent / "model"
         tiny_model(tiny_tokenizer(), 0).save_pretrained(path)
         if tokenizer:
             tiny_tokenizer().save_pretrained(path)
-        if template:
-            (path / "chat_template.jinja").write_text(template)
+        else:
+            (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
         if change:
             weights = load_file(path / "model.safetensors")
             change(weights)
@@ -100,76 +100,119 @@ def long_question(folder):
     write_jsonl(folder.parent / "long.jsonl", questions)
 
 
-def nothing(folder):
-    """The flags suffice."""
+def a_reward_that_raises(prompts, completions, **columns):
+    return json.loads("no JSON")  # raises in json, but this line is named
 
 
-PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-INPUTS = {  # what is done with the folder of the run first, the flags, and words of the line
-    "a device that this machine lacks": (nothing, "--device mps", ["--device mps"]),
-    "a dataset file that is not there": (
-        nothing, "--dataset nowhere.csv", ["--dataset nowhere.csv"]),
-    "a state of another version": (
-        save_state({"rows": [{"settings": {"old_flag": 1}}]}), "",
-        ["other values of old_flag. Choose"]),
-    "a state of another program": (save_state([1, 2, 3]), "", ["state.pt cannot be read"]),
-    "a damaged state": (
-        lambda folder: (folder / "state.pt").write_bytes(b"PK"), "",
-        ["--output_dir", "state.pt cannot be read"]),
-    "a file as output_dir": (
-        nothing, f"--output_dir {__file__}", ["--output_dir", "bad_inputs.py: "]),
-    "a full disk": (full_disk, "", ["partial", "Is the disk full?"]),
-    "a prompt that is too long": (
-        long_question, "--dataset long.jsonl", ["up to 513 tokens"]),
-    "a model folder that is not there": (nothing, "--model no/where", ["--model no/where "]),
-    "a model without its tokenizer": (
-        save_model(tokenizer=False), "--model ./model", ["chat_template"]),
-    "a model with a chat template and no tokenizer": (
-        save_model(tokenizer=False, template=PLAIN), "--model ./model",
-        ["tokenizer files are missing"]),
-    "a missing weight": (
-        save_model(lambda weights: weights.pop("model.norm.weight")), "--model ./model",
-        ["--model", "1 weights are missing", "model.norm.weight"]),
-    "a weight that is NaN": (
-        save_model(lambda weights: weights["model.norm.weight"].fill_(math.nan)),
-        "--model ./model", ["differ by nan"]),
+def returns(value):
+    def faulty_reward(**columns):
+        return value
+    return case("faulty_reward ", "return", "numbers", "a trial of ", reward=faulty_reward)
+
+
+def logs(name):
+    def reward(log_metric, **columns):
+        log_metric(name, 1)
+    return case(f"the name {name} is taken", "a trial of ", reward=reward)
+
+
+def raises(error):
+    return at_call(1, None, error)
+
+
+def case(*words, flags="", prepare=lambda folder: None, loss=gspo_loss, **parts):
+    """The words of the line, the flags, what is done first in the folder of the run, and the user's
+    functions."""
+    return words, flags, prepare, loss, parts
+
+
+HALF = "with twice the denominator, it is not half"
+REFUSED = {
+    "a device that this machine lacks": case("--device mps", flags="--device mps"),
+    "a dataset file that is not there": case(
+        "--dataset nowhere.csv", flags="--dataset nowhere.csv"),
+    "a state of another version": case(
+        "other values of old_flag. Choose",
+        prepare=writes("state.pt", {"rows": [{"settings": {"old_flag": 1}}]})),
+    "a state of another program": case(
+        "state.pt cannot be read", prepare=writes("state.pt", [1, 2, 3])),
+    "a damaged state": case(
+        "--output_dir", "state.pt cannot be read", prepare=writes("state.pt", "PK")),
+    "a file as output_dir": case(
+        "--output_dir", "bad_inputs.py: ", flags=f"--output_dir {__file__}"),
+    "a full disk": case(
+        "partial", "Is the disk full?",
+        prepare=lambda folder: (folder / "partial").symlink_to("/dev/full")),
+    "a prompt that is too long": case(
+        "up to 513 tokens", flags="--dataset long.jsonl", prepare=long_question),
+    "a model without its tokenizer": case(
+        "tokenizer files are missing", flags="--model ./model",
+        prepare=save_model(tokenizer=False)),
+    "a missing weight": case(
+        "--model", "1 weights are missing", "model.norm.weight", flags="--model ./model",
+        prepare=save_model(lambda weights: weights.pop("model.norm.weight"))),
+    "a weight that is NaN": case(
+        "differ by nan", flags="--model ./model",
+        prepare=save_model(lambda weights: weights["model.norm.weight"].fill_(math.nan))),
+    "a model that the hub lacks": case("--model no/where ", flags="--model no/where"),
+    **{f"no model in {name}": case(f"there is no {name.removeprefix('./')}/config.json",
+                                   flags=f"--model {name}")
+       for name in ("/nowhere/model", "./model", "runs/mine/model", "~/model")},
+    "no model in a folder of runs": case(
+        "there is no runs/config.json. A run has its model in RUN/model",
+        "repeat its command with --max_steps 1", flags="--model runs",
+        prepare=writes("../runs/a/state.pt", "")),
+    **{f"rewards {value!r}": returns(value) for value in (
+        None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0],
+        [[1.0], [1.0]], ["good", "good"])},
+    **{f"a metric {name}": logs(name)
+       for name in ("reward", "step", "entropy", "notes", "eval_mine")},
+    "a reward that raises": case(
+        f"in {__file__}, line {a_reward_that_raises.__code__.co_firstlineno + 1}", "a trial of ",
+        "the reward function a_reward_that_raises ", "raised JSONDecodeError(",
+        reward=a_reward_that_raises),
+    "a reward with other arguments": case(
+        "unexpected keyword argument", reward=lambda prompts, answers: [0.0]),
+    "a list of rewards": case("list", "callable", reward=[parity_reward]),
+    "one response too few": case(
+        "the sampler must return 1 responses to each of 2 questions", "'responses': 1",
+        generate=lambda *arguments: [part[:-1] for part in train_math.generate(*arguments)]),
+    "too little memory": case(
+        "CUDA out of memory", "--micro_batch_tokens", "--rollout_rows",
+        generate=raises(torch.OutOfMemoryError("CUDA out of memory."))),
+    **{f"{name} that fails": case("in the part", **{name: raises(OSError("in the part"))})
+       for name in ("encode_prompts", "generate", "response_log_probs")},
+    "a loss that is a mean": case(HALF, loss=lambda log_probs, *rest: -log_probs.mean()),
+    "a loss without the denominator": case(
+        HALF, loss=lambda *arguments: gspo_loss(*arguments[:-1])),
+    "a loss with a term that is a mean": case(
+        HALF, loss=lambda *arguments: gspo_loss(*arguments) - 0.1 * arguments[0].mean()),
+    "a loss that divides twice": case(
+        HALF, loss=lambda *arguments: gspo_loss(*arguments) / arguments[-1]),
 }
 
 
-@pytest.mark.parametrize("prepare, flags, words", INPUTS.values(), ids=INPUTS)
-def test_an_input_that_cannot_be_used_ends_in_one_line(
-        command, tmp_path, monkeypatch, prepare, flags, words):
+@pytest.mark.parametrize("words, flags, prepare, loss, parts", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_used_ends_in_one_line_before_the_long_work(
+        command, tmp_path, monkeypatch, own_loss, words, flags, prepare, loss, parts):
     monkeypatch.chdir(tmp_path)
+    own_loss(loss)
     folder = tmp_path / "run"
     folder.mkdir()
     prepare(folder)
-    line = refused(command, folder, *flags.split())
-    assert all(word in line for word in words), line
+    before = names_in(folder)
+    line = refused(command, folder, *flags.split(), **parts)
+    assert line.startswith("train_math.py: ") and all(word in line for word in words), line
+    assert names_in(folder) <= before | {"lock"}, "something was written"
 
 
-@pytest.mark.parametrize("name, words", [
-    ("{}/nowhere/model", "there is no {}/nowhere/model/config.json"),
-    ("./model", "there is no model/config.json"),
-    ("runs/mine/model", "there is no runs/mine/model/config.json"),
-    ("~/model", "there is no ~/model/config.json"),
-    ("runs/k", "repeat its command with --max_steps 1"),
-    ("runs", "there is no runs/config.json. A run has its model in RUN/model"),
-])
-def test_a_folder_without_a_model_is_refused_for_what_it_is(
-        command, tmp_path, monkeypatch, name, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "k").mkdir(parents=True)
-    line = refused(command, tmp_path / "run", "--model", name.format(tmp_path))
-    assert line.startswith("train_math.py: --model ") and words.format(tmp_path) in line
-
-
-def test_several_processes_are_refused_with_the_recipe(command, tmp_path, monkeypatch):
-    for number, words in [
-            ("2", "'Several processes' in guides/recipes.md"), ("16", "'Several processes'"),
-            ("1", "--model no/where"), ("", "--model no/where")]:
-        monkeypatch.setenv("WORLD_SIZE", number)
-        assert words in refused(command, tmp_path / "run", "--model", "no/where")
-        assert (tmp_path / "run").exists() is (number in ("1", ""))
+@pytest.mark.parametrize("number, words", [
+    ("2", "'Several processes' in guides/recipes.md"), ("16", "'Several processes'"),
+    ("1", "--model no/where"), ("", "--model no/where")])
+def test_several_processes_are_refused_with_the_recipe(
+        command, tmp_path, monkeypatch, number, words):
+    monkeypatch.setenv("WORLD_SIZE", number)
+    assert words in refused(command, tmp_path / "run", "--model", "no/where")
 
 
 # ---- models and chat templates that the trial refuses --------------------------------------------
@@ -302,82 +345,17 @@ def test_a_template_that_ends_turns_with_another_token_gives_a_note(fresh, capsy
     assert "note" not in capsys.readouterr().out
 
 
-# ---- functions of the user's own -----------------------------------------------------------------
-
-
-def a_reward_that_raises(prompts, completions, **columns):
-    return json.loads("no JSON")  # raises in json, but this line is named
-
-
-def returns(value):
-    def faulty_reward(**columns):
-        return value
-    return {"reward": faulty_reward}, ["faulty_reward ", "return", "numbers", "a trial of "]
-
-
-def logs(name):
-    def reward(log_metric, **columns):
-        log_metric(name, 1)
-    return {"reward": reward}, [f"the name {name} is taken", "a trial of "]
-
-
-OWN = {
-    **{f"rewards {value!r}": returns(value) for value in (
-        None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0],
-        [[1.0], [1.0]], ["good", "good"])},
-    **{f"a metric {name}": logs(name)
-       for name in ("reward", "step", "entropy", "notes", "eval_mine")},
-    "a reward that raises": (
-        {"reward": a_reward_that_raises},
-        [f"in {__file__}, line {a_reward_that_raises.__code__.co_firstlineno + 1}", "a trial of ",
-         "the reward function a_reward_that_raises ", "raised JSONDecodeError("]),
-    "a reward with other arguments": (
-        {"reward": lambda prompts, answers: [0.0]}, ["unexpected keyword argument"]),
-    "a list of rewards": ({"reward": [parity_reward]}, ["list", "callable"]),
-    "one response too few": (
-        {"generate": lambda *arguments: [part[:-1] for part in train_math.generate(*arguments)]},
-        ["the sampler must return 1 responses to each of 2 questions", "'responses': 1"]),
-    "too little memory": (
-        {"generate": at_call(1, None, torch.OutOfMemoryError("CUDA out of memory."))},
-        ["CUDA out of memory", "--micro_batch_tokens", "--rollout_rows"]),
-    **{f"{name} that fails": ({name: at_call(1, None, OSError("in the part"))}, ["in the part"])
-       for name in ("encode_prompts", "generate", "response_log_probs")},
-}
-
-
-@pytest.mark.parametrize("parts, words", OWN.values(), ids=OWN)
-def test_a_faulty_part_ends_in_one_line_before_the_long_work(command, tmp_path, parts, words):
-    line = refused(command, tmp_path / "a", **parts)
-    assert line.startswith("train_math.py: ") and names_in(tmp_path / "a") == {"lock"}
-    assert all(word in line for word in words), line
-
-
-HALF = "with twice the denominator, it is not half"
-
-
-@pytest.mark.parametrize("loss, error, words", [
-    (lambda log_probs, *rest: -log_probs.mean(), SystemExit, HALF),
-    (lambda *arguments: gspo_loss(*arguments[:-1]), SystemExit, HALF),
-    (lambda *arguments: gspo_loss(*arguments) - 0.1 * arguments[0].mean(), SystemExit, HALF),
-    (lambda *arguments: gspo_loss(*arguments) / arguments[-1], SystemExit, HALF),
-    (lambda log_probs, *rest: log_probs.my_name, AttributeError, "my_name"),
-])
-def test_a_wrong_loss_is_noticed_before_any_step(command, tmp_path, own_loss, loss, error, words):
-    own_loss(loss)
-    with pytest.raises(error, match=words):
-        train_math.main([*command, "--output_dir", str(tmp_path / "run")], parity_reward)
-    assert names_in(tmp_path / "run") == {"lock"}
-
-
-def test_an_error_in_a_part_of_the_user_keeps_its_traceback(fresh):
+def test_an_error_in_a_part_of_the_user_keeps_its_traceback(fresh, own_loss):
     with pytest.raises(AttributeError, match="my_name"):
         check(*fresh, encode_prompts=lambda tokenizer, questions, cfg: questions.my_name)
+    own_loss(lambda *arguments: arguments.my_loss)
+    with pytest.raises(AttributeError, match="my_loss"):
+        check(*fresh)
 
 
 def test_a_wrong_name_of_a_part_is_answered_with_the_right_ones(command, fresh):
-    words = "unexpected keyword argument 'loss'"
     for call in functools.partial(train_math.main, command), functools.partial(train, fresh):
-        with pytest.raises(TypeError, match=words):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'loss'"):
             call(loss=parity_reward)
 
 

@@ -144,7 +144,8 @@ class TestTraining:
         }
         assert {name: row[name] for name in expected} == pytest.approx(expected)
         assert row["seconds"] > row["seconds_rollout"] > 0
-        assert "log_ratio_first_max is not 0" in row["notes"][0]
+        (note,) = row["notes"]
+        assert "log_ratio_first_max is not 0" in note
 
     def test_keeps_the_weights_if_the_learning_rate_is_0_or_all_rewards_are_equal(self, fresh):
         before = weights_of(fresh[0])
@@ -182,7 +183,8 @@ class TestTraining:
         rates = []
         optimizer.register_step_pre_hook(
             lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
-        train(fresh, max_steps=3, minibatches=1, make_optimizer=lambda model: optimizer)
+        rows = train(fresh, max_steps=3, minibatches=1, make_optimizer=lambda model: optimizer)
+        assert rows[1]["log_ratio_mean"] is rows[1]["log_ratio_std"] is None, "all s are 1"
         assert rates == [pytest.approx([rate] * 2) for rate in (1e-3, 0.55e-3, 1e-4)]
 
     def test_ignores_a_gradient_that_is_left_over(self, fresh):
@@ -203,7 +205,6 @@ class TestTraining:
         assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
 
     def test_multiplies_in_tf32_in_the_backward_alone(self, fresh):
-        """train() switches TF32 off, whatever it was."""
         model, _ = fresh
         matmul = torch.backends.cuda.matmul
         forward = set()
@@ -246,15 +247,17 @@ class TestTraining:
 
 
 class TestEvaluation:
-    def test_is_greedy_strict_and_by_the_last_number(self, fresh):
+    def test_is_greedy_strict_without_dropout_and_by_the_last_number(self, fresh):
         """Of ten responses, 8 are correct by the last number and 6 in the form that is asked for.
         The intervals are from a table of Wilson's."""
-        _, tokenizer = fresh
+        model, tokenizer = fresh
+        model.train()
         asked = []
         texts = ["#### 7"] * 6 + ["it is 7", "#### x 7", "#### 8", "none"]
         responses = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
 
         def generate(model, prompts, group_size, max_length, temperature, end_ids):
+            assert not any(module.training for module in model.modules()), "dropout"
             asked.append((len(prompts), group_size, max_length, temperature))
             return responses, torch.zeros(10, max_length)
 
@@ -269,15 +272,6 @@ class TestEvaluation:
              "reward": float(i < 6), "last_number": float(i < 8)} for i in range(10)]
         assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8,
                        "eval_best_constant": 1.0}
-
-    def test_is_without_dropout(self, fresh):
-        def sample(*arguments):
-            assert not any(module.training for module in model.modules())
-            return train_math.sample(*arguments)
-
-        model, _ = fresh
-        model.train()
-        train_math.evaluate(*fresh, sums(2), settings(), reward=parity_reward, sample=sample)
 
     @pytest.mark.parametrize("values, interval", [
         ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
@@ -416,19 +410,8 @@ class TestAPart:
         _, row = train(fresh, 4, build_minibatches=build_minibatches, max_steps=1)
         assert row["sampler_gap"] == pytest.approx(0.5) and row["log_ratio_mean"] < -0.3
         assert row["log_ratio_first_max"] is None
-        assert not any("log_ratio_first_max" in note for note in row["notes"])
-
-    @pytest.mark.parametrize("temperature, is_noted", [(1.0, False), (0.3, True)])
-    def test_that_samples_at_another_temperature_is_noted(self, fresh, temperature, is_noted):
-        def generate(model, prompts, group_size, max_length, given, end_ids):
-            return train_math.generate(model, prompts, group_size, max_length, temperature, end_ids)
-
-        def reward(completions, **columns):
-            return [i % 2 for i in range(len(completions))]
-
-        _, row = train(fresh, 4, reward=reward, generate=generate, max_steps=1)
-        assert ("sampler_gap is above 0.1" in str(row.get("notes"))) is is_noted
-        assert (row["sampler_gap"] > 0.1) is is_noted
+        (note,) = row["notes"]
+        assert "sampler_gap is above 0.1" in note
 
     def test_that_loses_or_mixes_responses_is_named(self, fresh):
         """Four fewer could still be split into groups, but not into those of the prompts."""
@@ -444,20 +427,6 @@ class TestAPart:
         rollout.is_sampled[1] = [True]
         with pytest.raises(ValueError, match="each token of a response"):
             check_rollout(rollout, sums(2), 1)
-
-    def test_may_clip_gradients(self, fresh):
-        """Without clipping, plain SGD moves the weights by the norm of the gradient."""
-        def clip_gradients(model):
-            gradients = [parameter.grad.flatten() for parameter in model.parameters()]
-            return torch.linalg.vector_norm(torch.cat(gradients))
-
-        before = weights_of(fresh[0])
-        _, row = train(fresh, max_steps=1, minibatches=1, learning_rate=1e-2,
-                       make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
-                       clip_gradients=clip_gradients)
-        moved = (weights_of(fresh[0]) - before).norm()
-        assert moved == pytest.approx(1e-2 * row["grad_norm"], rel=1e-2) and row["grad_norm"] > 2
-        assert row["log_ratio_mean"] is row["log_ratio_std"] is None
 
 
 LOSSES = pytest.mark.parametrize("loss", [gspo.gspo_loss, gspo.gspo_token_loss, gspo.grpo_loss])
