@@ -82,9 +82,8 @@ REFUSED = {  # with the default reward: the files, and the words of the line
     "a test row without an answer": (
         {"train.jsonl": TRAIN, "test.jsonl": TEST + lines([{"question": "?", "answer": "x"}])},
         ["held out: row 4 needs a question"]),
-    "a test line that is not JSON": (
+    "a line that is not JSON": (
         {"train.jsonl": TRAIN, "test.jsonl": TEST + "{\n"}, ["test.jsonl: line 4", "on one line"]),
-    "a line that is not JSON": ({"q.jsonl": TEST + "{'a': 1}\n" + TEST}, ["q.jsonl: line 4"]),
     "another encoding": (
         {"q.csv": csv([{"question": "Wie groß?", "answer": 1}]).encode("latin-1")},
         ["q.csv", "not in UTF-8. Save it as 'CSV UTF-8'"]),
@@ -96,8 +95,6 @@ REFUSED = {  # with the default reward: the files, and the words of the line
     "a cell too many": ({"q.csv": csv(ROWS[:2]) + "How many, then?,1\n"}, ["row 3", "form"]),
     "a cell too few": ({"q.csv": "question,topic,answer\nHow many?,1\n"}, ["row 1", "form"]),
     "an empty cell": ({"q.csv": csv(ROWS[:1]) + ",2\n"}, ["row 2 needs a question"]),
-    "a fraction": (
-        {"q.jsonl": TEST + lines([{"question": "?", "answer": "1/2"}])}, ["row 4 needs a"]),
     "rows with other columns": (
         {"q.jsonl": TEST + lines([ROWS[0] | {"level": 2}])},
         ["row 4 has other columns than row 1", "level"]),
