@@ -1,25 +1,24 @@
 """Logs of silent bugs: eight rollouts on the small world, with one mistake each and no error.
 
     python -m homework.find_the_bug                             the exercise: bugs.jsonl, bugs.png
-    python -m homework.find_the_bug --all                       a table of all twelve bugs
-    python -m homework.find_the_bug --handout FOLDER --shuffle 5             an exercise for a class
-    python -m homework.find_the_bug --handout FOLDER --shuffle 5 --seed 11   the same with new runs
+    python -m homework.find_the_bug --all                       the table of bugs.md: twelve bugs
+    python -m homework.find_the_bug --handout FOLDER --seed 11  an exercise for a class
 
 The published logs a to h are in bugs.jsonl, and their answers are in find_the_bug.md. If bugs.jsonl
 is missing, its runs are made again. A run takes about half a minute on an idle core, and is kept in
 runs/bugs/.
 
-A hand-out is FOLDER with the exercise of find_the_bug.md, its logs and their picture. --shuffle
-gives the seed with which the letters are shuffled. The key is not near FOLDER but in runs/keys/.
-Nothing is overwritten. Without --seed, a hand-out takes seconds, but its logs are the published
-ones, so that a student can look up the answers. With --seed N, eight new runs with the seeds N to
-N + 7 are made. Compare the answers with the new logs before you grade, because seeds differ.
+A hand-out is FOLDER with the exercise of find_the_bug.md, and with the logs and the picture of
+eight new runs with the seeds N to N + 7, where N is --seed. The letters are shuffled. The key is
+not near FOLDER but in runs/keys/. Nothing is overwritten. Compare the answers with the new logs
+before you grade, because seeds differ.
 
 The bugs follow below. Do not read on before you have solved find_the_bug.md.
 """
 import argparse
 import math
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -47,16 +46,10 @@ PANELS = {  # metric: (unit, scale of the vertical axis)
     "grad_norm": ("before clipping", "log"),
     "clip_fraction": ("fraction of tokens", "linear"),
     "log_ratio_std": ("of log s", "log")}
-CAPTION = """`python -m homework.find_the_bug --all` prints these means over eight rollouts
-(world 0, seed 0). eval_reward is the last value, and the loss has no sign. Bold values are less
-than half or more than twice the value without a bug.
-
-"""
 KEY = """# Find the bug: the key
 
-Letters: shuffled with {shuffle}. Runs: {runs}. The answers in homework/find_the_bug.md say which
-metric shows each bug, and why. Accept any other metric if the log shows it and the explanation is
-correct.
+The runs have the seeds {first} to {last}. The answers in homework/find_the_bug.md say which metric
+shows each bug, and why. Accept any other metric if the log shows it and the explanation is correct.
 
 {table}"""
 LETTERS = "abcdefgh"
@@ -121,14 +114,16 @@ def own_denominator(*arguments):
     return gspo_loss(*arguments)
 
 
-def leave_gradients(optimizer):
-    pass
+def without_zero_grad(model):
+    optimizer = train_math.adamw(model)
+    optimizer.zero_grad = lambda: None
+    return optimizer
 
 
-BUGS = {  # the bug: what makes it (Parts or a field of Algorithm, flags, the optimizer's zero_grad)
+BUGS = {  # the bug: what makes it (some of Parts, a field of Algorithm, or flags)
     "nothing": {},
     "the ratio is always 1: the current log-probs stand for the old": {"loss": against_itself},
-    "zero_grad is missing": {"zero_grad": leave_gradients},
+    "zero_grad is missing": {"make_optimizer": without_zero_grad},
     "advantages do not belong to their responses": {"build_minibatches": others_advantages},
     "advantages over the whole batch, not over the group": {"advantages": over_the_batch},
     "no root: s is the product of the tokens' ratios": {"loss": without_root},
@@ -161,9 +156,7 @@ def run(name, seed=0):
         model, tokenizer = train_math.load(folder / "model", "cpu")
         fields = {name: parts.pop(name) for name in ("loss", "advantages") if name in parts}
         algorithm = train_math.ALGORITHMS["gspo"]._replace(**fields)
-        zero_grad = parts.pop("zero_grad", torch.optim.AdamW.zero_grad)
-        with (mock.patch.dict(train_math.ALGORITHMS, gspo=algorithm),
-              mock.patch.object(torch.optim.AdamW, "zero_grad", zero_grad)):
+        with mock.patch.dict(train_math.ALGORITHMS, gspo=algorithm):
             rows = train_math.train(cfg, model, tokenizer, questions, held_out, **parts)
         write(kept, rows)
     return read(kept)
@@ -200,34 +193,26 @@ def shown(row):
 # ---- the hand-out for a class --------------------------------------------------------------------
 
 
-def hand_out(folder, shuffle, seed=None):
-    """Writes the exercise into a new folder, and its key into runs/keys.
-
-    shuffle: the seed of the letters. seed: of the first of eight new runs; None: the published
-    logs. Returns the path of the key. FileExistsError: one of the two exists already."""
+def hand_out(folder, seed):
+    """Makes eight runs with the seeds from this one on. Writes the exercise into a new folder, and
+    its key into runs/keys. Returns the path of the key."""
     key = Path("runs", "keys", f"{folder.name}.md")
     for path in folder, key:
         if path.exists():
-            raise FileExistsError(f"{path} exists already, so nothing was written")
+            sys.exit(f"{path} exists already, so nothing was written")
         make_writable(path)
     names = list(answers().values())
-    if seed is None:
-        logs = list(published().values())
-        source = "the published logs"
-    else:
-        logs = [[shown(row) for row in run(name, seed + i)] for i, name in enumerate(names)]
-        source = f"new ones with the seeds {seed} to {seed + 7}"
-    order = list(range(len(LETTERS)))
-    random.Random(shuffle).shuffle(order)
-    logs = {letter: logs[i] for letter, i in zip(LETTERS, order)}
+    random.Random(seed).shuffle(names)
+    logs = {}
+    for i, letter in enumerate(LETTERS):
+        logs[letter] = [shown(row) for row in run(names[i], seed + i)]
     folder.mkdir(parents=True)
     exercise, _, _ = PAGE.read_text(encoding="utf-8").partition("<details>")
     (folder / PAGE.name).write_text(exercise, encoding="utf-8")
     write_packed(folder / LOGS.name, logs)
     draw(logs, folder / LOGS.with_suffix(".png").name)
-    lines = [[letter, names[i]] for letter, i in zip(LETTERS, order)]
-    table = markdown(["log", "what is wrong"], lines)
-    key.write_text(KEY.format(shuffle=shuffle, runs=source, table=table))
+    table = markdown(["log", "what is wrong"], list(zip(LETTERS, names)))
+    key.write_text(KEY.format(first=seed, last=seed + 7, table=table), encoding="utf-8")
     return key
 
 
@@ -285,25 +270,17 @@ def main(argv=None):
     parser.add_argument("--all", action="store_true",
                         help="run all twelve bugs, and print a table of their metrics")
     parser.add_argument("--handout", type=Path, metavar="FOLDER",
-                        help="write an exercise for a class to FOLDER")
-    parser.add_argument("--shuffle", type=int, metavar="SEED",
-                        help="seed of the order of the letters in the hand-out")
-    parser.add_argument("--seed", type=int,
-                        help="seed of the first new run (default: use the published logs)")
+                        help="write an exercise for a class to FOLDER; needs --seed")
+    parser.add_argument("--seed", type=int, help="seed of the first run of the hand-out")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
-    if (args.handout is None) != (args.shuffle is None):
-        parser.error("--handout and --shuffle must be given together")
-    if args.seed is not None and args.handout is None:
-        parser.error("--seed needs --handout, because it is for the runs of a hand-out")
+    if (args.handout is None) != (args.seed is None):
+        parser.error("--handout and --seed must be given together")
     if args.handout:
-        try:
-            key = hand_out(args.handout, args.shuffle, args.seed)
-        except FileExistsError as error:
-            parser.error(error)
+        key = hand_out(args.handout, args.seed)
         print(f"the exercise: {args.handout}\nthe key, which is not for students: {key}")
     elif args.all:
-        print(CAPTION + bugs_table(), end="")
+        print(bugs_table(), end="")
     else:
         draw(published(), LOGS.with_suffix(".png"))
         print(f"{LOGS}, and its picture")

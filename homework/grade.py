@@ -3,7 +3,7 @@ r"""Hand-outs and grades of the first two homeworks: the maths (gspo.py), the lo
     python -m homework.grade maths --handout FOLDER        my_gspo.py, its tests, a sheet
     python -m homework.grade loop --handout FOLDER         train_math.py with four blanks, the same
     python -m homework.grade maths --grade FILES           the grades of a class: a row per file
-    python -m homework.grade loop --grade FILES --json     the same, with a JSON object per line
+    python -m homework.grade loop --grade FILES            the same of the second homework
     python -m homework.grade maths --handout FOLDER gspo_loss    a short form: one blank function
     python -m homework.grade maths --grade FILES gspo_loss       the grades of this short form
 
@@ -23,15 +23,10 @@ The loop: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of train_s
 count alike, by the same rule. If all four are correct, the whole step counts as a fifth part. The
 folder has the solution of the maths, gspo.py, so hand out this homework after the first one.
 
-The table shows the grade in percent, and for each part how many tests have passed. This is a row of
---json, in which a pair is [tests passed, number of tests]:
-
-    {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
-     ..., "total maths": [80, 97], "total promises": [31, 65], "remark": "..."}
-
-A remark says what to look at first, and why a file has no points. A file takes ten seconds. If a
-test ends the process, or does not end, its part loses its points, and the other parts are tested in
-a new process.
+The table shows the grade in percent, and for each part how many tests have passed. A remark says
+what to look at first, and why a file has no points. A file takes ten seconds. If a test ends the
+process, or does not end, its part loses its points, and the other parts are tested in a new
+process.
 
 The grader does not protect you from a malicious file, which runs with your rights. Use a container
 if this matters. Nor does it prove that a file is honest. A remark names words that an honest
@@ -59,7 +54,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MINUTES = 15                       # limit of time for one process; most files take ten seconds
-BYTES = 4 * 2 ** 30
 COPIED = "the same code as in"
 WORDS = {  # an honest solution needs none of these, so a teacher should read a file that uses them
     "__import__", "_getframe", "_pytest", "ctypes", "environ", "eval", "exec", "gc", "importlib",
@@ -103,15 +97,8 @@ class Homework:
     select: str = ""               # of a short form: the -k of pytest that selects its tests
 
 
-def refuse(line):
-    print(line, file=sys.stderr)
-    sys.exit(2)
-
-
 def read_text(path):
-    """The text of this file, or None if it cannot be read."""
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 # ---- the first homework: the maths ---------------------------------------------------------------
@@ -292,7 +279,7 @@ def hand_out(homework, folder):
         files["pytest.ini"] = f'[pytest]\naddopts = -k "{homework.select}"\n'
     for name in files:
         if (folder / name).exists():
-            refuse(f"{folder / name} exists already, so nothing was written")
+            sys.exit(f"{folder / name} exists already, so nothing was written")
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -311,48 +298,27 @@ def run_tests(homework, path, log, dead):
         process = subprocess.Popen(
             [*command, "-k", homework.select, str(homework.tests)], cwd=folder, env=environment,
             stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.DEVNULL,
-            start_new_session=True, preexec_fn=limit_memory if os.name == "posix" else None)
+            start_new_session=True)
         try:
             code = process.wait(60 * MINUTES)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            end_group(process)
+            # The file may have started other processes. Windows has no groups of processes.
+            with suppress(AttributeError, ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
         printed.seek(0)
         return printed.read().decode("utf-8", "replace"), code
 
 
-def limit_memory():
-    import resource
-    with suppress(ValueError, OSError):  # some systems cannot limit this
-        resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-
-
-def end_group(process):
-    """Kills the process and all processes that it has started."""
-    if os.name == "posix":
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
-
-
-def how_it_ended(printed, code):
-    if code is None:
-        return f"has not ended after {MINUTES} minutes"
-    if "KeyboardInterrupt" in printed:
-        return "ends the run (KeyboardInterrupt)"
-    if code < 0:
-        return f"ends the process ({signal.Signals(-code).name})"
-    return f"ends the process (exit code {code})"
-
-
 def last_entry(log):
     """What homework/grader.py has written last: a part that it starts, or the grade."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    with suppress(ValueError, IndexError):  # a file may write there, too
-        entry = json.loads(lines[-1])
-        return entry if isinstance(entry, dict) else {}
+    with suppress(OSError, ValueError, IndexError):  # a file may write there, too
+        entry = json.loads(read_text(log).splitlines()[-1])
+        if isinstance(entry, dict):
+            return entry
     return {}
 
 
@@ -373,7 +339,12 @@ def results_of(homework, path):
             right = all(passed == of for passed, of in entry["total"].values())
             as_expected = code == (0 if right else 1)
             return entry, None if as_expected else f"its tests ended with the exit code {code}"
-        ended = how_it_ended(printed, code)
+        if code is None:
+            ended = f"has not ended after {MINUTES} minutes"
+        elif code < 0:
+            ended = f"ends the process ({signal.Signals(-code).name})"
+        else:
+            ended = f"ends the process (exit code {code})"
         if entry.get("start") not in homework.parts or entry["start"] in dead:
             return None, ended
         dead[entry["start"]] = ended
@@ -382,16 +353,13 @@ def results_of(homework, path):
 # ---- checks of the source ------------------------------------------------------------------------
 
 
-def bare(nodes):
-    """The code of these syntax trees without comments, docstrings and layout."""
+def fingerprint(nodes):
+    """The code of these syntax trees without comments, docstrings and layout, and with numbers in
+    place of the names that its author could choose."""
     for node in ast.walk(ast.Module(nodes, [])):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
             del node.body[0]
-    return "\n".join(map(ast.unparse, nodes))
-
-
-def fingerprint(nodes):
-    """The bare code, with numbers in place of the names that its author could choose."""
+    code = "\n".join(map(ast.unparse, nodes))
     numbers = {}
 
     def number(name):
@@ -399,7 +367,7 @@ def fingerprint(nodes):
             return name[0]
         return str(numbers.setdefault(name[0], len(numbers)))
 
-    return re.sub(r"(?<![.\w])[^\W\d]\w*", number, bare(nodes))
+    return re.sub(r"(?<![.\w])[^\W\d]\w*", number, code)
 
 
 def fingerprints(homework, source):
@@ -410,18 +378,6 @@ def names_in(tree):
     """The names, attributes and imports in the code."""
     fields = "id", "attr", "name", "module"
     return {getattr(node, field, None) for node in ast.walk(tree) for field in fields}
-
-
-def what_it_is_not(source):
-    """Why this source cannot have any points, or None."""
-    if source is None:
-        return "no such file"
-    text = source.lstrip()
-    if not text:
-        return "is empty"
-    if text.startswith("{") and '"cells"' in text:
-        return "is a Jupyter notebook: export it as a Python script (.py) first"
-    return None
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -447,12 +403,19 @@ def remarks_on_source(homework, name, source, seen):
     return remarks
 
 
+def points(results):
+    """{column of the table: [tests passed, number of tests]} of what the grader has written."""
+    found = {}
+    for part, (counts, _) in results["parts"].items():
+        found |= {f"{part} {kind}": pair for kind, pair in counts.items()}
+    return found | {f"total {kind}": pair for kind, pair in results["total"].items()}
+
+
 def grade(homework, name, source, seen):
     """One row of the table. seen: {fingerprint: name} of the files that were graded before."""
-    row = {"file": name, "grade": 0.0}
-    problem = what_it_is_not(source)
-    if problem:
-        return row | {"remark": problem}
+    row = {"file": name, "grade (%)": 0.0}
+    if not source.strip():
+        return row | {"remark": "is empty"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, Path(name).name)
         path.write_text(source, encoding="utf-8")
@@ -460,49 +423,38 @@ def grade(homework, name, source, seen):
     remarks = [problem] if problem else []
     with suppress(SyntaxError, ValueError):
         remarks += remarks_on_source(homework, name, source, seen)
-    if results is None:
-        return row | {"remark": "; ".join(remarks)}
-    row["grade"] = round(results["grade"], 1)
-    notes = {}
-    for part, (counts, note) in results["parts"].items():
-        notes[part] = note
-        row |= {f"{part} {kind}": points for kind, points in counts.items()}
-    row |= {f"total {kind}": points for kind, points in results["total"].items()}
-    blank = [part for part, note in notes.items() if "still to be written" in note]
-    if blank:
-        remarks.append(f"still to be written: {', '.join(blank)}")
-    remarks += [f"{part}: {note}" for part, note in notes.items() if note and part not in blank]
+    if results:
+        row["grade (%)"] = round(results["grade"], 1)
+        row |= points(results)
+        notes = {part: note for part, (_, note) in results["parts"].items() if note}
+        blank = [part for part in notes if "still to be written" in notes[part]]
+        if blank:
+            remarks.append(f"still to be written: {', '.join(blank)}")
+        remarks += [f"{part}: {note}" for part, note in notes.items() if part not in blank]
     return row | {"remark": "; ".join(remarks)}
 
 
-def grade_class(homework, paths, as_json):
+def grade_class(homework, paths):
     """Prints a row for each file as soon as it is graded."""
     sources = [(str(path), read_text(path)) for path in paths]  # before the first one runs
-    full = grade(homework, homework.solution.name, read_text(homework.solution), {})
-    columns = [name for name in full if name not in ("file", "grade", "remark")]
+    solved, _ = results_of(homework, homework.solution)
+    most = {column: of for column, (_, of) in points(solved).items()}
     table = csv.writer(sys.stdout, lineterminator="\n")
-    if not as_json:
-        head = [f"{name} (of {full[name][1]})" for name in columns]
-        table.writerow(["file", "grade (%)", *head, "remark"])
+    head = [f"{column} (of {of})" for column, of in most.items()]
+    table.writerow(["file", "grade (%)", *head, "remark"])
     seen = {}
     for name, source in sources:
         row = grade(homework, name, source, seen)
-        points = {column: row.get(column, [0, full[column][1]]) for column in columns}
-        if as_json:
-            print(json.dumps(row | points))
-        else:
-            passed = [points[column][0] for column in columns]
-            table.writerow([name, row["grade"], *passed, row["remark"]])
+        passed = [row.get(column, [0])[0] for column in most]
+        table.writerow([name, row["grade (%)"], *passed, row["remark"]])
         sys.stdout.flush()
 
 
 def files_of(homework, path):
-    """This file, or the files below this folder that have the name of the hand-out.
-
-    A file that is missing is graded, too. A folder or pattern without files is an error."""
-    found = sorted(path.rglob(homework.blank)) if path.is_dir() else [path]
-    if not found or "*" in str(path) or not (path.suffix or path.exists()):
-        refuse(f"no file matches {path}")
+    """This file, or the files below this folder that have the name of the hand-out."""
+    found = [path] if path.is_file() else sorted(path.rglob(homework.blank))
+    if not found:
+        sys.exit(f"no file matches {path}")
     return found
 
 
@@ -515,24 +467,22 @@ def main(argv=None):
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--handout", type=Path, metavar="FOLDER", help="write a hand-out to FOLDER")
     what.add_argument("--grade", action="store_true", help="grade FILES")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of CSV")
     flags = parser.parse_intermixed_args(argv)
-    blanks = tuple(name for name in FUNCTIONS if name in flags.names and flags.homework == "maths")
-    maths = short_form(blanks) if 0 < len(blanks) < len(FUNCTIONS) else MATHS
-    homework = {"maths": maths, "loop": LOOP}[flags.homework]
+    homework = LOOP
+    blanks = ()
+    if flags.homework == "maths":
+        blanks = tuple(name for name in FUNCTIONS if name in flags.names)
+        homework = short_form(blanks) if 0 < len(blanks) < len(FUNCTIONS) else MATHS
     files = [name for name in flags.names if name not in blanks]
-    if flags.handout and files:
-        refuse(f"no blank {files[0]} in {homework.title}; the maths has {', '.join(FUNCTIONS)}")
-    elif flags.handout:
-        try:
-            hand_out(homework, flags.handout)
-        except OSError as error:
-            refuse(f"the hand-out cannot be written: {error}")
+    if flags.handout:
+        if files:
+            sys.exit(f"no blank {files[0]} in {homework.title}; the maths has "
+                     f"{', '.join(FUNCTIONS)}")
+        hand_out(homework, flags.handout)
     elif not files:
-        refuse("--grade needs the files to grade, or their folder")
+        sys.exit("--grade needs the files to grade, or their folder")
     else:
-        paths = [path for name in files for path in files_of(homework, Path(name))]
-        grade_class(homework, paths, flags.json)
+        grade_class(homework, [path for name in files for path in files_of(homework, Path(name))])
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 A grader ends endless loops, and prints the grade: a line for each part of the homework, with the
 number of tests passed and what to look at first.
 
-All parts of a homework count alike. A part has the points of its kinds of tests: 90 for the maths
-and 10 for the promises, for example. A kind earns all of its points if all of its tests pass, and
-otherwise at most a third of them, in proportion to the tests that pass. A file whose maths is
-correct therefore ranks above a file with a mistake in its maths. The grade is the mean over the
-parts. A part that runs all other parts together counts only if all of these are correct, because
-any of their mistakes would cost points there again.
+All parts count alike. A part has the points of its kinds of tests: 90 for the maths and 10 for the
+promises, for example. A kind earns all of its points if all of its tests pass, and otherwise at
+most a third of them, in proportion to the tests that pass. A file whose maths is correct therefore
+ranks above a file with a mistake in its maths. A part that runs all other parts together counts
+only if all of these are correct, because any of their mistakes would cost points there again.
 
 The class grader (homework/grade.py) reads the results from the file that GRADE_LOG names. If a test
 ends the process, the class grader starts the tests again, and GRADE_DEAD names the parts that have
@@ -27,10 +26,6 @@ EXIT = os._exit
 CPU_SECONDS = 5       # a test that takes more CPU time is ended; a normal one takes milliseconds
 LOOPS = 2             # after this many endless loops in a part, its other tests are not run
 MOST_OF_A_WRONG_KIND = 1 / 3
-
-
-def fail(hint):
-    pytest.fail(hint, pytrace=False)
 
 
 # ---- mistakes that several losses share ----------------------------------------------------------
@@ -155,8 +150,6 @@ class Grader:
             with open(os.environ["GRADE_LOG"], "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
 
-    # ---- limits ----------------------------------------------------------------------------------
-
     @contextmanager
     def limit(self, seconds=CPU_SECONDS, part=None):
         """Ends a block that needs too much CPU time, so that a slow machine does not matter.
@@ -167,27 +160,22 @@ class Grader:
                 self.loops[part] += 1
                 if self.loops[part] == LOOPS:
                     self.dead[part] = hint
-            fail(hint)
+            pytest.fail(hint, pytrace=False)
 
-        if hasattr(signal, "SIGPROF"):
-            signal.signal(signal.SIGPROF, ring)
-            signal.setitimer(signal.ITIMER_PROF, seconds)
+        if not hasattr(signal, "SIGPROF"):
+            yield
+            return
+        signal.signal(signal.SIGPROF, ring)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             yield
         finally:
-            self.pytest_enter_pdb()
-
-    def pytest_enter_pdb(self):
-        """Ends the limit, also in a debugger."""
-        if hasattr(signal, "SIGPROF"):
             signal.setitimer(signal.ITIMER_PROF, 0)
 
     def reset_torch(self):
         """Undoes what a file may have changed for the whole process."""
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
-
-    # ---- tests -----------------------------------------------------------------------------------
 
     def attempt(self, part, call):
         """Runs a test once. Returns what it raised, or None."""
@@ -210,7 +198,7 @@ class Grader:
             return None
         part, _ = self.tests[pyfuncitem.nodeid]
         if part in self.dead:
-            fail(self.dead[part])
+            pytest.fail(self.dead[part], pytrace=False)
         self.log(start=part)
         names = pyfuncitem._fixtureinfo.argnames
         arguments = {name: pyfuncitem.funcargs[name] for name in names}
@@ -236,17 +224,13 @@ class Grader:
         raise error
 
     def pytest_runtest_logreport(self, report):
-        if report.nodeid not in self.tests or report.when == "teardown":
-            return
-        if report.when == "setup" and report.passed:
+        if report.nodeid not in self.tests or report.when != "call" and report.passed:
             return
         hint = "" if report.passed else "the test was skipped, so it has not passed"
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             hint = (crash.message if crash else str(report.longrepr)).partition("\n")[0]
         self.hints[report.nodeid] = hint.removeprefix("Failed: ")
-
-    # ---- the grade -------------------------------------------------------------------------------
 
     def counts(self, part=None):
         """{kind: (tests passed, tests)} of this part, or of all."""
@@ -259,33 +243,25 @@ class Grader:
             found[kind] = (hints.count(""), len(hints))
         return found
 
-    def grade(self):
-        """The grade in percent, by the rule at the top of this file."""
-        fractions = [self.fraction(part) for part in self.parts if self.counts_in_the_grade(part)]
-        return 100 * sum(fractions) / len(fractions)
-
-    def result(self):
-        """The grade in words. There is none if pytest has stopped early, as with -x."""
-        left = len(self.tests.keys() - self.hints.keys())
-        if left:
-            return f"no grade, because {left} tests were not run"
-        return f"grade {self.grade():.1f}%"
-
     def fraction(self, part):
         """The points of this part, from 0 to 1. A kind without tests (after -k) does not count."""
         points = most = 0
         for kind, (passed, of) in self.counts(part).items():
-            if of == 0:
-                continue
-            factor = 1 if passed == of else MOST_OF_A_WRONG_KIND
-            points += self.weights[kind] * factor * passed / of
-            most += self.weights[kind]
+            if of > 0:
+                factor = 1 if passed == of else MOST_OF_A_WRONG_KIND
+                points += self.weights[kind] * factor * passed / of
+                most += self.weights[kind]
         return points / most
 
     def counts_in_the_grade(self, part):
         if part != self.together:
             return True
         return all(self.fraction(other) == 1 for other in self.parts if other != part)
+
+    def grade(self):
+        """The grade in percent: the mean over the parts."""
+        fractions = [self.fraction(part) for part in self.parts if self.counts_in_the_grade(part)]
+        return 100 * sum(fractions) / len(fractions)
 
     def note(self, part):
         """Remarks on this part's points, and what to look at first."""
@@ -302,16 +278,19 @@ class Grader:
     def pytest_terminal_summary(self, terminalreporter):
         """Writes a line for each part, the total and the grade."""
         yield
-        title = f"grade of {self.path.name}: tests passed, and what to look at first"
-        terminalreporter.section(title)
-        for part in [*self.parts, None]:
-            line = f"{part or 'total':18}"
-            for kind, (passed, of) in self.counts(part).items():
+        terminalreporter.section(
+            f"grade of {self.path.name}: tests passed, and what to look at first")
+        left = len(self.tests.keys() - self.hints.keys())
+        said = f"grade {self.grade():.1f}%"
+        if left:  # pytest has stopped early, as with -x
+            said = f"no grade, because {left} tests were not run"
+        parts = {part: [self.counts(part), self.note(part)] for part in self.parts}
+        for part, (counts, note) in [*parts.items(), ("total", (self.counts(), said))]:
+            line = f"{part:18}"
+            for kind, (passed, of) in counts.items():
                 line += f"  {kind}{passed:4} of{of:4}"
-            note = self.note(part) if part else self.result()
             terminalreporter.line(f"{line}  {note}".rstrip())
-        if self.tests.keys() <= self.hints.keys():
-            parts = {part: [self.counts(part), self.note(part)] for part in self.parts}
+        if not left:
             self.log(grade=self.grade(), parts=parts, total=self.counts())
 
     def pytest_unconfigure(self):

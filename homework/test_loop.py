@@ -11,9 +11,6 @@ blanks, and it counts only if all blanks are correct. The tests find the phases 
 "# 3 REMEMBER" and "# 4 UPDATE", so keep these comments. Instead of a language model, the tests use
 a table of six weights, whose gradient fits on one line.
 """
-import ast
-import copy
-import functools
 import importlib.util
 import itertools
 import os
@@ -45,20 +42,19 @@ def fail(hint, *numbers):
 
 
 def check(got, expected, hint, tolerance=1e-5, mistakes=()):
-    """One shape, and each element within tolerance, or the test fails with the hint.
+    """The test fails with the hint, unless the shapes are equal and each element within tolerance.
 
-    mistakes: pairs of a wrong result and the message that replaces the hint if it is found."""
+    mistakes: pairs of a wrong result, which its numbers do not explain, and what to say instead."""
     got = torch.as_tensor(got).detach().double()
-    expected = torch.as_tensor(expected).detach().double()
 
-    def is_close_to(value):
+    def is_found(value):
         value = torch.as_tensor(value).detach().double()
         return got.shape == value.shape and bool(((got - value).abs() <= tolerance).all())
 
-    if not is_close_to(expected):
-        known = [look_at for value, look_at in mistakes if is_close_to(value)]
-        numbers = f"got      {got.tolist()}", f"expected {expected.tolist()}"
-        fail([*known, hint][0], *numbers)
+    if not is_found(expected):
+        known = [look_at for value, look_at in mistakes if is_found(value)]
+        expected = torch.as_tensor(expected).tolist()
+        fail([*known, hint][0], f"got      {got.tolist()}", f"expected {expected}")
 
 
 def place(test):
@@ -88,9 +84,7 @@ def loaded(request):
     if "LOOP" not in os.environ:
         loop = load()
         return
-    spec = importlib.util.spec_from_file_location("grader", HERE / "grader.py")
-    grader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(grader)
+    import grader  # beside this file
     os._exit = sys.exit            # to exit with code 0 is no success
     grade = grader.Grader(request.session, PATH, place, {"tests": 100}, together=BLANKS[-1])
     with grade.limit(LOAD_SECONDS):
@@ -102,50 +96,27 @@ def loaded(request):
 # ---- the phases of train_step --------------------------------------------------------------------
 
 
-def split_train_step(source):
-    """(the function, its statements before phase 3, phase 3, phase 4), as syntax trees."""
-    lines = source.splitlines()
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    steps = [node for node in functions if node.name == "train_step"]
-    if not steps:
-        fail(f"{PATH.name} has no function train_step")
-    step = steps[0]
-    marks = []
-    for comment in ("# 3 REMEMBER", "# 4 UPDATE"):
-        numbers = range(step.lineno, step.end_lineno + 1)
-        found = [n for n in numbers if lines[n - 1].strip().startswith(comment)]
-        if not found:
-            fail(f'keep the comment "{comment}" in train_step: the tests find the phase by it')
-        marks.append(found[0])
-    parts = [[], [], []]
-    for node in step.body:
-        if isinstance(node, ast.Return) or "check_finite" in ast.unparse(node):
-            break
-        parts[sum(mark < node.lineno for mark in marks)].append(node)
-    return step, *parts
-
-
-@functools.cache
-def code_of(source, number):
-    """train_step up to the end of one phase, as a function that returns its local variables.
-
-    For phase 4, phase 3 is not run. The tests provide `minibatches` instead."""
-    step, before, remember, update = split_train_step(source)
-    if number == 3:
-        body = before + remember
-    else:
-        given = "minibatches = the_tests_make_them(rollout, advantages, cfg)"
-        body = before + ast.parse(given).body + update
-    body = body + ast.parse("return locals()").body
-    function = ast.FunctionDef("one_phase", step.args, body, decorator_list=[])
-    tree = ast.fix_missing_locations(ast.Module([function], type_ignores=[]))
-    return compile(tree, str(PATH), "exec")
-
-
 def phase(number):
-    """The function that code_of describes, for the file under test."""
-    exec(code_of(PATH.read_text(encoding="utf-8"), number), vars(loop))
-    return vars(loop).pop("one_phase")
+    """train_step up to the end of phase 3 or 4, as a function that returns its local variables.
+
+    For phase 4, phase 3 is not run. The tests provide `minibatches` instead. Empty lines replace
+    what is left out, so that the line numbers are those of the file."""
+    source = PATH.read_text(encoding="utf-8")
+    phases = r"^(def train_step\(.*?)^(    # 3 REMEMBER.*?)^(    # 4 UPDATE.*?)^    "
+    end = "(return|check_finite)"
+    found = re.search(phases + end, source, re.DOTALL | re.MULTILINE)
+    if not found:
+        fail('keep train_step, and in it the comments "# 3 REMEMBER" and "# 4 UPDATE", which begin '
+             "the phases")
+    before, remember, update, _ = found.groups()
+    if number == 4:
+        given = "    minibatches = the_tests_make_them(rollout, advantages, cfg)"
+        remember = given + "\n" * remember.count("\n") + update
+    above = "\n" * source.count("\n", 0, found.start())
+    code = f"{above}{before}{remember}\n    return locals()\n"
+    names = dict(vars(loop))
+    exec(compile(code, str(PATH), "exec"), names)
+    return names["train_step"]
 
 
 # ---- the data of the tests -----------------------------------------------------------------------
@@ -164,11 +135,7 @@ MASK = torch.arange(4) < torch.tensor([[len(response)] for response in RESPONSES
 TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the logit of each word, whatever came before it
 
 
-def rollout_of(prompts, responses, not_sampled=()):
-    """The Rollout of these responses. not_sampled: pairs (response, token) that a tool wrote."""
-    is_sampled = [[True] * len(response) for response in responses]
-    for i, t in not_sampled:
-        is_sampled[i][t] = False
+def rollout_of(prompts, responses):
     n = len(responses)
     return loop.Rollout(
         questions=[{"question": ""} for _ in range(n)],
@@ -176,7 +143,7 @@ def rollout_of(prompts, responses, not_sampled=()):
         responses=responses,
         log_probs=torch.zeros(n, 4),
         texts=[""] * n,
-        is_sampled=is_sampled)
+        is_sampled=[[True] * len(response) for response in responses])
 
 
 def log_probs_of(weights, batch, temperature=1.0):
@@ -298,40 +265,34 @@ class Run:
         self.gradients.append(gradient.clone())
         self.weights.append(self.policy.weights.detach().clone())
 
-    def by_hand(self, step, minibatch=None, denominators=None):
+    def by_hand(self, step, minibatch):
         """The gradient of optimizer step 0, 1, ...: minus the sum of A / 8 times (the frequency of
-        each word in the response, minus its probability), at the weights before the step.
-
-        minibatch: micro-batches that replace those of this step. denominators: one number per
-        micro-batch that replaces the 8."""
+        each word in the response, minus its probability), at the weights before the step."""
         total = torch.zeros(WORDS)
-        for k, batch in enumerate(self.built[step % 2] if minibatch is None else minibatch):
+        for batch in minibatch:
             for i, advantage in zip(batch.indices, batch.advantages):
                 frequency = torch.eye(WORDS)[RESPONSES[i]].mean(dim=0)
-                scale = advantage / (denominators[k] if denominators else 8)
-                total -= scale * (frequency - self.weights[step].softmax(dim=0))
+                total -= advantage / 8 * (frequency - self.weights[step].softmax(dim=0))
         return total
 
     def check_gradient(self, step, hint):
         """Checks the gradient of this optimizer step, and recognises known mistakes."""
         if len(self.gradients) <= step:
             fail(f"optimizer step {step + 1} is missing")
-        right = self.by_hand(step)
-        minibatch = self.built[step % 2]
+        minibatch = self.built[step]
+        right = self.by_hand(step, minibatch)
         sizes = [len(batch.indices) for batch in minibatch]
-        last = self.by_hand(step, minibatch[-1:])
+        by_its_size = [self.by_hand(step, [b]) * 8 / size for b, size in zip(minibatch, sizes)]
         known = [
             (torch.zeros(WORDS), "the gradient is 0: loss.backward() must come before the step"),
             (-right, "the sign of the gradient is wrong: minimise the loss as it is"),
-            (last, "only the last micro-batch has an effect: each one needs loss.backward(), and "
-             "zero_grad must not come between them"),
+            (self.by_hand(step, minibatch[-1:]), "only the last micro-batch has an effect: each "
+             "one needs loss.backward(), and zero_grad must not come between them"),
             (right * 8 / sum(sizes), "the denominator must count responses of advantage 0, too"),
             (right * 8 / 16, "the denominator must count the responses of one minibatch, not those "
              "of the whole rollout"),
-            (right / len(minibatch), "the denominator must count the responses of the minibatch, "
-             "and nothing is divided again by the number of micro-batches"),
-            (self.by_hand(step, denominators=sizes), "the denominator must count the responses of "
-             "the minibatch, not those of the micro-batch, which the loss counts by default"),
+            (sum(by_its_size), "the denominator must count the responses of the minibatch, not "
+             "those of the micro-batch, which the loss counts by default"),
         ]
         if step > 0:
             known.append((right + self.gradients[step - 1], f"step {step + 1} still has the "
@@ -340,22 +301,11 @@ class Run:
 
 
 def tiny_qwen():
-    """A copy of a tiny model with random weights."""
-    return copy.deepcopy(first_qwen())
-
-
-@functools.cache
-def first_qwen():
+    """A tiny model, always with the same random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.5,
+        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, initializer_range=0.5,
         tie_word_embeddings=True)
     return Qwen3ForCausalLM(config).eval()
 
@@ -367,39 +317,30 @@ class TestMicroBatch:
     PROMPTS = tokens("22 3 4444")
     ANSWERS = tokens("50. 555 .")  # the second was cut: it has no end token
 
-    def made(self, rows, device="cpu", not_sampled=()):
-        rollout = rollout_of(self.PROMPTS, self.ANSWERS, not_sampled)
+    def made(self, rows, device="cpu", is_second_sampled=True):
+        rollout = rollout_of(self.PROMPTS, self.ANSWERS)
+        rollout.is_sampled[0][1] = is_second_sampled
         return loop.MicroBatch(rollout, torch.tensor([0.5, -1.0, 2.0]), rows, device)
 
     def test_ids_are_the_prompt_then_the_response(self):
         batch = self.made([1, 0])
-        first, second = tokens("3555 2250.")
-        hint = "ids hold the prompt and then the response of each index, padded on the right"
+        hint = ("ids (b, L) hold the prompt and then the response of each index, in the order of "
+                "`indices`, padded on the right")
         if batch.ids.shape != (2, 5):
-            fail(f"ids must have the shape (b, L), here (2, 5), not {tuple(batch.ids.shape)}")
-        check(batch.ids[0, :4], first, hint, mistakes=[
-            (second[:4], "ids must be in the order of `indices`"),
-            (tokens("5553")[0], "in ids, the prompt comes before the response")])
+            fail(hint, f"got      the shape {tuple(batch.ids.shape)}", "expected (2, 5)")
+        first, second = tokens("3555 2250.")
+        check(batch.ids[0, :4], first, hint)
         check(batch.ids[1], second, hint)
 
     def test_mask_is_1_on_the_response_as_predicted_a_column_earlier(self):
-        mask = self.made([0, 1, 2]).mask
-        hint = "the mask (b, L - 1) belongs to ids[:, 1:], and is 1 only on response tokens"
-        check(mask, tokens("0111 1110 0001"), hint, mistakes=[
-            (tokens("00111 01110 00001"), "the mask of ids[:, 1:] has L - 1 columns"),
-            (tokens("0011 0111 0000"), "the mask is a column too late: position t predicts t + 1"),
-            (tokens("0011 0110 0000"), "the mask is a column too late: position t predicts t + 1"),
-            (tokens("1111 1110 1111"), "the mask must be 0 on the prompt"),
-            (tokens("0111 1111 0001"), "the mask must be 0 on padding"),
-            (tokens("1110 1100 0010"), "the mask is a column too early: it belongs to ids[:, 1:]"),
-            (tokens("0110 1110 0000"), "the end token belongs to the response"),
-            (tokens("0110 1100 0000"), "the last token of each response belongs to it, too"),
-            (tokens("0101 1110 0001"), "a token of the response may be 0, as padding is: make the "
-             "mask from rollout.is_sampled")])
+        hint = ("the mask (b, L - 1) belongs to ids[:, 1:], because position t predicts t + 1. It "
+                "is 1 on the response, including its end token and tokens 0, and 0 on the prompt "
+                "and on padding")
+        check(self.made([0, 1, 2]).mask, tokens("0111 1110 0001"), hint)
 
     def test_mask_is_0_on_a_token_that_the_model_did_not_sample(self):
         """A tool has written the second token of the first response."""
-        mask = self.made([0, 1], not_sampled=[(0, 1)]).mask
+        mask = self.made([0, 1], is_second_sampled=False).mask
         hint = "the mask must be 0 on tokens that the model did not sample: use rollout.is_sampled"
         check(mask, tokens("0101 1110"), hint)
 
@@ -410,10 +351,8 @@ class TestMicroBatch:
 
     def test_advantages_are_of_the_rows_asked_for_in_this_order(self):
         batch = self.made([1, 0])
-        hint = "advantages (b,) hold the advantage of each response"
-        check(batch.advantages, [-1.0, 0.5], hint, mistakes=[
-            ([0.5, -1.0], "advantages must be those of `indices`, in their order"),
-            ([0.5, -1.0, 2.0], "advantages must hold only those of `indices`")])
+        hint = "advantages (b,) hold those of `indices`, in their order"
+        check(batch.advantages, [-1.0, 0.5], hint)
 
     def test_is_on_the_device_asked_for(self):
         """The meta device exists on every machine."""
@@ -432,13 +371,10 @@ class TestResponseLogProbs:
         mask=torch.tensor(tokens("0111 1110 0001")).bool())
 
     def got(self, batch, temperature=1.0):
-        """The result of response_log_probs, which must be a tensor of the mask's shape."""
         log_probs = loop.response_log_probs(tiny_qwen(), batch, temperature)
-        if not isinstance(log_probs, torch.Tensor):
-            fail(f"response_log_probs returns a tensor, not a {type(log_probs).__name__}")
-        if log_probs.shape != batch.mask.shape:
-            fail(f"log-probs must have the mask's shape (b, L - 1), here "
-                 f"{tuple(batch.mask.shape)}, not {tuple(log_probs.shape)}")
+        if not isinstance(log_probs, torch.Tensor) or log_probs.shape != batch.mask.shape:
+            fail("response_log_probs returns a tensor of the mask's shape (b, L - 1)",
+                 f"got {log_probs!r}", f"expected the shape {tuple(batch.mask.shape)}")
         return log_probs
 
     @staticmethod
@@ -460,11 +396,8 @@ class TestResponseLogProbs:
     def test_divides_the_logits_by_the_temperature(self):
         logits = self.logits(self.ONE)[0, 0]
         expected = (logits / 0.5).log_softmax(dim=-1)[3]
-        hint = "take log softmax of logits / temperature"
-        check(self.got(self.ONE, 0.5), [[expected]], hint, 1e-4, mistakes=[
-            ([[logits.log_softmax(dim=-1)[3]]], "the temperature has no effect"),
-            ([[(logits * 0.5).log_softmax(dim=-1)[3]]], "divide by the temperature"),
-            ([[logits.log_softmax(dim=-1)[3] / 0.5]], "divide the logits, not the log-probs")])
+        hint = "divide the logits by the temperature, and then take log softmax"
+        check(self.got(self.ONE, 0.5), [[expected]], hint, 1e-4)
 
     def test_predicts_each_token_from_those_before_it(self):
         """A row of four tokens: three are predicted, and logits[:, t] predict ids[:, t + 1]."""
@@ -472,9 +405,7 @@ class TestResponseLogProbs:
         ids = self.ROW.ids[0]
         expected = [[table[t, ids[t + 1]] for t in range(3)]]
         hint = "logits[:, t] predict ids[:, t + 1]: logits[:, :-1] belong to ids[:, 1:]"
-        check(self.got(self.ROW), expected, hint, 1e-4, mistakes=[
-            ([[table[t + 1, ids[t + 1]] for t in range(3)]], f"a shift is missing: {hint}"),
-            ([[table[t, ids[t]] for t in range(3)]], f"a shift is missing: {hint}")])
+        check(self.got(self.ROW), expected, hint, 1e-4)
 
     def test_is_0_off_the_mask(self):
         got = self.got(self.BATCH)
@@ -498,9 +429,8 @@ class TestResponseLogProbs:
         for log_probs in loop.response_log_probs, self.token_by_token:
             model = tiny_qwen()
             value = log_probs(model, self.BATCH, 1.0).sum()
-            if not value.requires_grad:
-                fail("the log-probs have no gradient, but the update needs it: detach nothing")
-            value.backward()
+            if value.requires_grad:
+                value.backward()
             gradients.append(model.get_input_embeddings().weight.grad)
         if gradients[0] is None:
             fail("no gradient reaches the model's first layer: is something detached on the way?")
@@ -554,27 +484,16 @@ class TestPhase3Remember:
 class TestPhase4Update:
     def test_takes_one_optimizer_step_for_each_minibatch_of_each_epoch(self):
         run = Run(4, epochs=3)
-        hint = "the number of optimizer steps is minibatches x epochs, here 2 x 3"
-        check(len(run.gradients), 6, hint, mistakes=[
-            (18, "take one optimizer step for each minibatch, not one for each micro-batch"),
-            (3, "take one optimizer step for each minibatch, not one for each epoch"),
-            (2, "make cfg.epochs passes over the minibatches, not one"),
-            (0, "optimizer.step() is never called"),
-            (1, "take one optimizer step for each minibatch of each epoch, not one for all")])
+        hint = "take one optimizer step for each minibatch of each epoch, here 2 x 3"
+        check(len(run.gradients), 6, hint)
 
     def test_takes_all_minibatches_and_then_all_again(self):
         run = Run(4, epochs=2)
         numbers = {id(batch): i for i, batch in enumerate(itertools.chain(*run.built))}
         got = [numbers.get(id(batch), -1) for batch, _ in run.asked]
-        first, second = [0, 1, 2], [3, 4, 5]
-        if len(got) > 12 and set(got) == {*first, *second}:
-            fail(f"there are {len(got)} forwards of 6 micro-batches in 2 epochs: each epoch needs "
-                 "one forward of each micro-batch, and phase 4 must keep the old log-probs of "
-                 "phase 3")
-        hint = "each epoch has one forward of each micro-batch (these are their numbers)"
-        check(got, 2 * (first + second), hint, mistakes=[
-            (2 * first + 2 * second, "take all minibatches, then again: epochs are the outer loop"),
-            (first + second, "make cfg.epochs passes over the minibatches, not one")])
+        hint = ("each epoch takes all minibatches, with one forward for each micro-batch (the "
+                "numbers are those of the micro-batches)")
+        check(got, 2 * [0, 1, 2, 3, 4, 5], hint)
 
     def test_has_new_log_probs_at_the_temperature_of_the_sampling(self):
         got = [temperature for _, temperature in Run(4, temperature=0.8).asked]
@@ -588,14 +507,11 @@ class TestPhase4Update:
             if not got.log_probs.requires_grad:
                 fail("the first argument of the loss must be the new log-probs, with gradient")
             hint = "the old log-probs of the loss must be batch.old_log_probs of phase 3"
-            check(got.old, run.old_log_probs(batch), hint, 0, mistakes=[
-                (got.log_probs, "old log-probs are computed again: the ratio would always be 1")])
+            check(got.old, run.old_log_probs(batch), hint, 0)
             hint = "the advantages of the loss must be batch.advantages"
             check(got.advantages, batch.advantages, hint, 0)
             check(got.mask, batch.mask, "the mask of the loss must be batch.mask", 0)
-            hint = "the clip range of the loss must be cfg.clip_range()"
-            check(got.eps, (0.01, 0.02), hint, mistakes=[
-                ((0.02, 0.01), "eps_low comes before eps_high")])
+            check(got.eps, (0.01, 0.02), "the clip range of the loss must be cfg.clip_range()")
         if None in Run(4).losses[0].eps:
             fail("cfg.eps_low and cfg.eps_high may be None: cfg.clip_range() has the values")
 
@@ -617,13 +533,10 @@ class TestPhase4Update:
         run = Run(4, 100 * ADVANTAGES)
         if not run.gradients:
             fail("optimizer.step() is never called")
-        right = run.by_hand(0)
-        hint = "a gradient whose norm is above 1 must be scaled to norm 1"
-        check(run.gradients[0].norm(), 1.0, hint, 1e-4, mistakes=[
-            (right.norm(), "the gradient is not clipped to norm 1 before the step")])
-        hint = "grad_norms must hold the norm before clipping"
-        check(run.value("grad_norms")[0], right.norm(), hint, 1e-2, mistakes=[
-            (1.0, "grad_norms must hold the norm before clipping, not after it")])
+        hint = "a gradient whose norm is above 1 must be scaled to norm 1 before the step"
+        check(run.gradients[0].norm(), 1.0, hint, 1e-4)
+        hint = "grad_norms must hold the norm before clipping, not after it"
+        check(run.value("grad_norms")[0], run.by_hand(0, run.built[0]).norm(), hint, 1e-2)
 
     def test_keeps_the_updates_for_the_metrics(self):
         run = Run(4, epochs=2)
@@ -638,10 +551,10 @@ class TestPhase4Update:
                 fail("updates: detach the log-probs, or their graphs fill the memory")
             if not isinstance(value, float):
                 fail("updates: keep the loss as a number, by its .item()")
-        hint = "grad_norms must hold one number for each optimizer step"
-        check(len(run.value("grad_norms")), 4, hint)
-        if not all(isinstance(norm, float) for norm in run.value("grad_norms")):
-            fail("grad_norms must hold numbers: use .item()")
+        norms = run.value("grad_norms")
+        if len(norms) != 4 or not all(isinstance(norm, float) for norm in norms):
+            fail("grad_norms must hold one number for each optimizer step: use .item()",
+                 f"got      {norms}", "expected 4 numbers")
 
     def test_changes_no_weight_where_all_rewards_of_a_group_are_equal(self):
         run = Run(4, 0 * ADVANTAGES)  # there is no minibatch at all

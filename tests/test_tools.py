@@ -365,7 +365,7 @@ class TestSamples:
 @pytest.mark.parametrize("module, argv", [
     (plot, "LOGS --output OUT"), (logs, "pack LOGS OUT"),
     (logs, "unpack LOGS/metrics.jsonl OUT"), (lesson_seeds, "report"), (find_the_bug, "--all"),
-    (find_the_bug, "--handout OUT --shuffle 1 --seed 1"), (compare, "world --log OUT"),
+    (find_the_bug, "--handout OUT --seed 1"), (compare, "world --log OUT"),
     (rounding, "--gsm8k x --output_dir OUT"), (evidence_sums, "--output_dir OUT --device cpu")])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
         module, argv, tmp_path, monkeypatch):
