@@ -1,7 +1,7 @@
 """Runs experiments that compare GSPO with other algorithms, on tasks that one CPU core trains in a
 minute.
 
-    python -m evidence.compare NAME     an experiment of tasks.py
+    python -m evidence.compare NAME     an experiment; --help lists them
     python -m evidence.compare tuned    GSPO, GRPO and no clip, each at several learning rates
 
 Every variant is trained by train_math.train from three starting models, which were trained before

@@ -53,10 +53,7 @@ def spread(values, form):
 
 def points(before, after):
     """The paired difference in points with its 95% interval, "-" if there are no values."""
-    if not (before and after):
-        return "-"
-    difference, (low, high), _ = paired(before, after)
-    return f"{100 * difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    return answers.gain(before, after).replace("%", "") if before and after else "-"
 
 
 # ---- comparisons on tiny models ------------------------------------------------------------------
@@ -271,10 +268,11 @@ def learning_rates(rows):
             compared.append([task, len(end["GSPO"]), decoding, *map(percent, end.values()),
                              *versus])
         for name, rate in GRID:
-            cells = [percent(accuracies(found[name, rate], questions, t)) for questions, t in (
-                ("validation", "1.0"), *product(["held out"], QUESTIONS["held out"]))]
-            each = [f"{x:.1%}" for x in accuracies(found[name, rate], "held out", "1.0")]
-            grid.append([task, name, f"{rate:g}", *cells, " ".join(each)])
+            own = found[name, rate]
+            validation = percent(accuracies(own, "validation", "1.0"))
+            means = [percent(accuracies(own, "held out", t)) for t in QUESTIONS["held out"]]
+            each = " ".join(f"{x:.1%}" for x in accuracies(own, "held out", "1.0"))
+            grid.append([task, name, f"{rate:g}", validation, *means, each])
     return markdown(["task", "models", "decoding", *RATES, "GSPO minus GRPO, points",
                      "GSPO minus no clip, points"], compared) + (
         f"\nChosen on the validation questions:\n\n{choices}\n") + markdown(
@@ -382,10 +380,11 @@ def before_the_plan(rows):
     lines = []
     for row in rows:
         first, last = row["rows"][0], row["rows"][-1]
-        start = [first["start"]["0.0"], first["start"]["1.0"], max(first["start"].values())]
+        start = first["start"]
         lines.append([
             row["variant"], f"{row['world']}, {row['seed']}",
-            f"{first['settings']['learning_rate']:g}", " / ".join(f"{x:.2f}" for x in start),
+            f"{first['settings']['learning_rate']:g}",
+            f"{start['0.0']:.2f} / {start['1.0']:.2f} / {max(start.values()):.2f}",
             f"{last['eval_reward']:.2f} / {last['sampled']:.2f}"])
     return markdown(["variant", "world, seed", "learning rate",
                      "the start, greedy / sampled / at its best temperature", "greedy / sampled"],
