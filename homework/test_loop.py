@@ -11,6 +11,7 @@ blanks, and it counts only if all blanks are correct. The tests find the phases 
 "# 3 REMEMBER" and "# 4 UPDATE", so keep these comments. Instead of a language model, the tests use
 a table of six weights, whose gradient fits on one line.
 """
+import importlib
 import importlib.util
 import itertools
 import os
@@ -84,7 +85,7 @@ def loaded(request):
     if "LOOP" not in os.environ:
         loop = load()
         return
-    import grader  # beside this file
+    grader = importlib.import_module("grader")  # beside this file, where pytest imports from
     os._exit = sys.exit            # to exit with code 0 is no success
     grade = grader.Grader(request.session, PATH, place, {"tests": 100}, together=BLANKS[-1])
     with grade.limit(LOAD_SECONDS):
