@@ -88,19 +88,15 @@ def slow(cases, quick):
 def handlers():
     """Those of a program in the foreground, also if the tests run in the background or with nohup.
     Afterwards, all handlers must be as they were."""
-    def all_handlers():
-        return {number: signal.getsignal(number) for number in signal.valid_signals()}
-
-    before = all_handlers()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    foreground = dict.fromkeys([signal.SIGINT, signal.SIGTERM], signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    expected = all_handlers()
+        foreground[signal.SIGHUP] = signal.SIG_DFL
+    before = {number: signal.signal(number, handler) for number, handler in foreground.items()}
+    expected = {number: signal.getsignal(number) for number in signal.valid_signals()}
     yield
-    found = all_handlers()
-    for number in found.keys() & {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None)}:
-        signal.signal(number, before[number])
+    found = {number: signal.getsignal(number) for number in expected}
+    for number, handler in before.items():
+        signal.signal(number, handler)
     assert found == expected
 
 
