@@ -57,7 +57,8 @@ def blames_model(parts):
         is_yours = parts != type(parts)(parts.reward)
         if is_yours or isinstance(error, (ValueError, torch.OutOfMemoryError)):
             raise
-        raise ValueError(f"the model or its template is unsupported: {error!r:.300}") from None
+        raise ValueError(f"the model or its template is unsupported: {error!r:.300}. On CUDA, "
+                         "main(generate=train_math.dynamic_rollout) may work") from None
 
 
 def check_template(model, tokenizer, rollout):

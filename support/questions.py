@@ -42,7 +42,7 @@ def load_questions(cfg, reward=None):
     return questions, unseen[:cfg.eval_size]
 
 
-def check_rows(rows, part="train", is_graded=True):
+def check_rows(rows, part, is_graded):
     """ValueError: a row has no question, or other columns than the first row, or (unless a reward
     of your own grades it) no answer that the default reward can use."""
     for i, row in enumerate(rows, 1):

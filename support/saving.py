@@ -11,7 +11,6 @@ from filelock import FileLock, Timeout
 
 from support.metrics import outcome
 from support.models import check_trainable, show
-from support.questions import check_rows
 from support.rewards import TAKEN
 
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
@@ -43,7 +42,6 @@ class Run:
         """state: from load_state. ValueError: these arguments cannot be used for training."""
         if not questions:
             raise ValueError("there are no questions to train on")
-        check_rows(questions)
         check_trainable(model)
         torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
         self.folder = Path(cfg.output_dir).absolute() if cfg.output_dir else None
@@ -111,6 +109,8 @@ class Run:
         own = [name for name in row if name.removeprefix("eval_") not in TAKEN]  # of log_metric
         for name in (*SHOWN, *own):
             value = row.get(name)
+            if name == "eval_last_number" and value == row.get("eval_reward"):
+                continue
             values = value if isinstance(value, list) else [value]
             if values and all(isinstance(item, (int, float)) for item in values):
                 shown.append(f"{name} {fmean(values):.3g}")

@@ -297,11 +297,6 @@ def test_a_model_that_cannot_be_trained_is_refused_by_train(fresh, name):
         train(fresh)
 
 
-def test_questions_with_different_columns_are_refused_by_train(fresh):
-    with pytest.raises(ValueError, match="row 2 has other columns than row 1"):
-        train(fresh, [{"question": "1+1?", "answer": "2"}, {"question": "1+2?"}])
-
-
 @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1], QUESTIONS[:1]])
 def test_models_that_fit_pass_the_trial(fresh, questions):
     for value in None, 1.0:
