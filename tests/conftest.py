@@ -227,7 +227,7 @@ def assert_same(whole, folder):
 
 @pytest.fixture(autouse=True)
 def as_a_program(monkeypatch):
-    """A test is like a program that has just been started: each note is still to be printed."""
+    """Messages begin with the name of the program."""
     monkeypatch.setattr(sys, "argv", ["train_math.py"])
 
 

@@ -34,7 +34,6 @@ from tests.conftest import (
     weights_of,
     without_clocks,
 )
-from tests.test_rollout import model_of
 from tools.logs import read
 from tools.warm_up import tiny_model, tiny_tokenizer
 
@@ -195,14 +194,6 @@ class TestTraining:
         for each in model, other:
             train((each, tokenizer), 4, max_steps=1)
         assert torch.equal(weights_of(model), weights_of(other))
-
-    def test_is_without_dropout(self):
-        """Dropout would give the same tokens other log-probs in each forward."""
-        model, tokenizer = model_of("GPT-2")
-        model.train()
-        rows = train((model, tokenizer), max_steps=2)
-        assert not model.training
-        assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
 
     def test_multiplies_in_tf32_in_the_backward_alone(self, fresh):
         model, _ = fresh
