@@ -27,6 +27,8 @@ Whoever pastes these functions can rely on this:
 """
 import torch
 
+__version__ = "1.0.0"  # a pasted copy has no package metadata that could tell its version
+
 
 def group_advantages(rewards, group_size, std_eps=1e-4):
     r"""Eq. 6, group-normalised advantages: A_i = (r_i - mean(r)) / (std(r) + std_eps), where the

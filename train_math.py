@@ -84,7 +84,7 @@ class Settings:
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
 
     def __post_init__(self):
-        check_values(self)
+        check_values(self, ALGORITHMS)
 
     def clip_range(self):
         """(eps_low, eps_high): the flags, or else the defaults of the algorithm."""
@@ -305,20 +305,23 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 # ---- evaluation, the training loop, and the script -----------------------------------------------
 
 
-def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
-    """The mean reward of a response to each question; greedy decoding by default.
+def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **replaced):
+    """The mean reward of `group_size` responses to each question; greedy decoding by default.
 
     With the default reward, eval_last_number is the accuracy if the last number of a response
     counts as its answer, whatever its format. eval_results has a dict for each response."""
     parts = Parts(**replaced)
+    asked = [row for row in questions for _ in range(group_size)]
+    was_training = model.training
     model.eval()  # without dropout
-    rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, parts)
-    check_rollout(rollout, questions, 1)
+    rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
+    model.train(was_training)
+    check_rollout(rollout, asked, 1)
     rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
     scores = {"reward": rewards}
     if parts.reward is correctness_reward:
         scores["last_number"] = score(parts.reward, rollout.questions, rollout.texts, strict=False)
-    return evaluation_metrics(rollout, scores, own_metrics)
+    return evaluation_metrics(rollout, scores, own_metrics, group_size)
 
 
 def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, on_step=None,
@@ -349,7 +352,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
             results = row.pop("eval_results", [])
             row |= notes([*run.rows, row], results)
-            is_asked_to_end = on_step and on_step(row) is True
+            is_asked_to_end = on_step and str(on_step(row)) == "True"  # it may be numpy's
             ends = is_last or is_asked_to_end or (stop and stop.is_set())
             run.add(row, results, is_saved=ends or step % cfg.save_steps == 0)
             if ends:

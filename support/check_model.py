@@ -13,6 +13,7 @@ from support.sampling import check_rollout, end_tokens
 
 def check_model(model, tokenizer, questions, cfg, parts, algorithms):
     """Try all that a step calls, apart from the optimizer and the metrics, on two short responses.
+
     ValueError: the model or a part cannot be used."""
     algorithm = algorithms[cfg.algorithm]
     model.eval()
@@ -25,7 +26,8 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
         show(f"a complete prompt: {tokenizer.decode(prompts[0])!r}")
         rollout = parts.sample(model, tokenizer, two, 1, 0.0, short, parts)
     check_rollout(rollout, two, 1)
-    check_template(model, tokenizer, rollout)
+    if parts.encode_prompts is type(parts)().encode_prompts:
+        check_template(model, tokenizer, rollout)
     rewards, _ = score_rollout(parts.reward, rollout, short)
     # The advantages of equal rewards would be 0, and leave nothing to try.
     advantages = torch.ones_like(algorithm.advantages(rewards, 2))
@@ -41,6 +43,8 @@ def check_model(model, tokenizer, questions, cfg, parts, algorithms):
             batch.old_log_probs = log_probs.detach()
         arguments = log_probs, batch.old_log_probs, batch.advantages, batch.mask, *cfg.clip_range()
         loss = algorithm.loss(*arguments, 2, **batch.extra)
+        if loss.shape != () or not loss.requires_grad:
+            raise ValueError(f"the loss must be one number with a gradient, not {loss!r:.100}")
         half = algorithm.loss(*arguments, 4, **batch.extra)
         # A loss with further arguments may have a denominator of its own.
         if not batch.extra and not torch.isclose(loss, 2 * half, rtol=1e-3):
@@ -57,14 +61,15 @@ def blames_model(parts):
         is_yours = parts != type(parts)(parts.reward)
         if is_yours or isinstance(error, (ValueError, torch.OutOfMemoryError)):
             raise
-        raise ValueError(f"the model or its template is unsupported: {error!r:.300}. On CUDA, "
-                         "main(generate=train_math.dynamic_rollout) may work") from None
+        raise ValueError(f"the model or its template is unsupported: {error!r:.300}") from None
 
 
 def check_template(model, tokenizer, rollout):
     """A note if the token that ends a turn in the chat template does not end a response.
+
     ValueError: the prompts of two questions are equal."""
-    if rollout.prompts[0] == rollout.prompts[1]:
+    first, last = (row["question"] for row in rollout.questions)
+    if rollout.prompts[0] == rollout.prompts[1] and first != last:
         raise ValueError("the chat template drops the text of the question")
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "42"}]
     end = ""
@@ -84,6 +89,8 @@ def check_prompts(model, prompts, max_completion_length):
             raise ValueError(f"the model scales or caps its logits ({name}), which is unsupported")
     if not all(prompts):
         raise ValueError("a prompt is empty: tokenizer files are missing, or its template is wrong")
+    if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
+        raise ValueError("the tokenizer has tokens that the model lacks: they are not a pair")
     length = max(map(len, prompts)) + max_completion_length
     limit = getattr(config, "max_position_embeddings", length)
     if length > limit:

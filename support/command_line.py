@@ -1,6 +1,8 @@
 """The program around train_math.py: flags, a lock, signals, and one line for a refused input."""
 import contextlib
+import difflib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -10,7 +12,7 @@ import torch
 from transformers import HfArgumentParser
 
 from gspo import clipped_objective
-from support.models import micro_batch_tokens, show
+from support.models import micro_batch_tokens, note, show
 from support.rewards import RewardError
 from support.saving import locked
 
@@ -24,8 +26,12 @@ def flag(default, meaning, **more):
     return field(default=default, metadata={"help": meaning, **more})
 
 
-def check_values(cfg):
-    """ValueError: a setting is out of range."""
+def check_values(cfg, algorithms):
+    """ValueError: a setting is out of range, or its algorithm (a row of ALGORITHMS) is unusable."""
+    if cfg.algorithm not in algorithms:
+        raise ValueError(f"--algorithm {cfg.algorithm} is none of {', '.join(algorithms)}")
+    if (ratio := algorithms[cfg.algorithm].ratio) not in ("sequence", "token"):
+        raise ValueError(f"Algorithm(ratio={ratio!r}) must be 'sequence' or 'token'")
     if cfg.micro_batch_tokens is None:
         cfg.micro_batch_tokens = micro_batch_tokens(cfg.device)
     for setting in fields(cfg):
@@ -42,11 +48,19 @@ def parse(settings, argv=None):
     """The command line, or argv, as an object of this dataclass. A wrong flag ends the program."""
     parser = HfArgumentParser(settings, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     with exits_with("settings"):
+        if argv is None and "ipykernel" in sys.modules:  # sys.argv belongs to the notebook
+            raise ValueError("in a notebook, pass a list of flags: main(['--max_steps', '100'])")
         argv = sys.argv[1:] if argv is None else argv
-        (cfg,) = parser.parse_args_into_dataclasses(argv)
+        cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+        if unknown:
+            flags = [f"--{setting.name}" for setting in fields(settings)]
+            nearest = difflib.get_close_matches(unknown[0], flags, 1) or ["--help"]
+            raise ValueError(f"there is no flag {unknown[0]}; see {nearest[0]}")
     if not torch.cuda.is_available() and not any(word.startswith("--device") for word in argv):
-        show("note: this PyTorch finds no CUDA GPU. On a CPU, a step takes many minutes with the "
-             "default model. Try python -m lesson.tiny")
+        if shutil.which("nvidia-smi"):
+            note("this PyTorch cannot use your NVIDIA GPU (see README.md)")
+        if cfg.model == settings.model:
+            note("on a CPU, a step takes many minutes with this model. Try python -m lesson.tiny")
     return cfg
 
 
@@ -59,6 +73,8 @@ def exits_with(what, errors=Exception, hint=""):
         reason = error if isinstance(error, RewardError) else error.__cause__ or error
         if isinstance(error, torch.OutOfMemoryError):
             hint += ". Use a lower --micro_batch_tokens or --rollout_rows"
+        if isinstance(error, OSError) and "couldn't" in str(error).lower():
+            hint += ". Without a network, use --model FOLDER and --dataset FILE"
         text = " ".join(str(reason).split())
         text = text if " " in text else repr(reason)  # a sentence, or else the kind of the error
         sys.exit(f"{os.path.basename(sys.argv[0]) or 'train_math.py'}: {what}: {text:.400}{hint}")
@@ -85,6 +101,9 @@ def guarded_run(cfg):
         if os.environ.get("WORLD_SIZE", "") > "1":  # torchrun sets it
             raise ValueError("use one process, or read 'Several processes' in guides/recipes.md")
         cfg.output_dir = os.path.abspath(cfg.output_dir)  # a reward may change the directory
+        found = set(os.listdir(cfg.output_dir)) if os.path.exists(cfg.output_dir) else set()
+        if "state.pt" not in found and found - {"lock", "partial"}:
+            raise ValueError("the folder is not empty and holds no run that can be resumed")
         lock = locked(cfg.output_dir)
     if threading.current_thread() is threading.main_thread():
         for name in SIGNALS & vars(signal).keys():  # Windows has only two of them

@@ -6,13 +6,13 @@ from tqdm.auto import tqdm
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from support.models import show
+from support.models import note
 from support.sampling import dynamic_rollout, next_logits, next_tokens, prefill
 
 
 def generate(model, prompts, group_size, max_length, temperature, end_ids):
     """Sample with dynamic_rollout, which has the same arguments and results, or, on CUDA, with
-    static_rollout and a 16-bit copy."""
+    static_rollout and a 16-bit copy. FloatingPointError: on CUDA, the logits are not finite."""
     length = max(map(len, prompts)) + max_length
     arguments = prompts, group_size, max_length, temperature, end_ids
     if model.device.type != "cuda" or not cache_can_be_static(model, length):
@@ -22,12 +22,16 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
     # weights, which is a slightly different policy. bf16 keeps few of the changes of a step at
     # 1e-6, and float16 ends at 65,504.
     dtypes = vars(model).setdefault("sampling_dtypes", [torch.float16, torch.bfloat16])
-    while temperature and dtypes:
-        responses, log_probs = static_rollout(copy_in(model, dtypes[0]), *arguments)
-        if log_probs.isfinite().all():
-            return responses, log_probs
-        show(f"note: this model cannot sample in {dtypes.pop(0)}, which overflows")
-    return static_rollout(model, *arguments)
+    for dtype in [*dtypes, torch.float32] if temperature else [torch.float32]:
+        sampler = model if dtype == torch.float32 else copy_in(model, dtype)
+        if can_sample(sampler, model, max(prompts, key=len)):
+            responses, log_probs = static_rollout(sampler, *arguments)
+            if log_probs.isfinite().all():
+                return responses, log_probs
+        if dtype in dtypes:
+            dtypes.remove(dtype)
+            note(f"this model cannot sample in {dtype}, which is too coarse or overflows")
+    raise FloatingPointError("the logits of the model are not finite")
 
 
 def copy_in(model, dtype):
@@ -37,6 +41,18 @@ def copy_in(model, dtype):
         if parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+@torch.no_grad()
+def can_sample(sampler, model, prompt):
+    """Whether the probabilities of both at the end of this prompt differ by less than 0.1."""
+    ids = torch.tensor([prompt], device=model.device)
+    probs = []
+    for each in sampler, model:
+        logits = each(input_ids=ids, use_cache=False, logits_to_keep=16).logits
+        probs.append(logits.float().softmax(-1))
+    difference = (probs[0] - probs[1]).abs().max()
+    return bool(difference < 0.1)  # False if it is NaN
 
 
 def cache_can_be_static(model, length):
@@ -63,8 +79,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
     width = max(map(len, prompts))
     cache = StaticCache(config=model.config, max_cache_len=width + max_length)
     logits, mask = prefill(model, cache, prompts, group_size)
-    not_padding = torch.nn.functional.pad(mask.bool(), (0, max_length), value=True)
-    not_padding = not_padding[:, None, None]
+    not_padding = torch.nn.functional.pad(mask.bool(), (0, max_length), value=True)[:, None, None]
     columns = torch.arange(width + max_length, device=mask.device)
     t = torch.zeros(1, dtype=torch.long, device=mask.device)  # tokens sampled so far
     tokens = torch.zeros(len(mask), max_length, dtype=torch.long, device=mask.device)
@@ -98,13 +113,23 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
 
 
 def run_and_capture(decode):
-    """Run `decode` once, record it in a CUDA graph, and return the function that replays it."""
+    """Run `decode` once, record it in a CUDA graph, and return the function that replays it, or
+    `decode` if this fails. ValueError: after a CUDA error, torch may stay on the wrong stream."""
     stream = torch.cuda.Stream()  # the first run is on a stream of its own, as PyTorch requires
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         decode()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode()  # is recorded and not run
+    try:
+        with torch.cuda.graph(graph):
+            decode()  # is recorded and not run
+    except RuntimeError as error:  # some models wait for the CPU in between
+        if isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        if "CUDA error" in str(error):
+            raise ValueError(f"this model cannot be recorded in a CUDA graph ({error!r:.200}). Use "
+                             "main(generate=train_math.dynamic_rollout)") from None
+        note(f"sampling without a CUDA graph, which is slow: {error!r:.200}")
+        return decode
     return graph.replay

@@ -27,7 +27,8 @@ def rollout_metrics(rollout, minibatches, advantages, cfg):
 
 
 def update_metrics(updates, grad_norms, ratio, clip_range):
-    """updates: for each, a list of (micro-batch, log-probs, loss). ratio: which one is clipped."""
+    """The metrics of the updates, each of which is a list of (micro-batch, log-probs, loss). ratio:
+    "sequence" or "token", the importance ratio that is clipped to clip_range."""
     first = []  # log s of the responses in the first optimizer step
     later = []  # log s in all later ones
     clipped_tokens = 0
@@ -53,14 +54,15 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
         "loss": total_loss / n,  # a value close to 0 is normal
         "grad_norm": sum(grad_norms) / n,  # before it is clipped to 1
         "clip_fraction": clipped_tokens / max(1, all_tokens),
-        # log s of the responses in the first update, where it must be 0, and in later ones
+        # Of log s, per response: the largest size in the first update, which must be 0, and then
+        # the mean and the standard deviation in later ones.
         "log_ratio_first_max": torch.cat(first).abs().max().item() if first else None,
         "log_ratio_mean": later.mean().item() if len(later) > 0 else None,
         "log_ratio_std": later.std().item() if len(later) > 1 else None,
     }
 
 
-def evaluation_metrics(rollout, scores, own_metrics):
+def evaluation_metrics(rollout, scores, own_metrics, group_size):
     """The metrics of an evaluation, and "eval_results" with a dict for each response. scores:
     {name: rewards (B,)}; own_metrics: what the reward has reported."""
     results = []
@@ -69,17 +71,17 @@ def evaluation_metrics(rollout, scores, own_metrics):
         results.append({"question": question["question"], "gold": gold_answer(answer) or answer,
                         "response": text, "tokens": len(response)})
     row = {f"eval_{name}": value for name, value in own_metrics.items()}
-    row["eval_questions"] = len(results)
+    row["eval_questions"] = len(results) // group_size
     for name, values in scores.items():
         values = values.tolist()
         row[f"eval_{name}"] = sum(values) / len(values)
-        if set(values) <= {0, 1}:
+        if group_size == 1 and set(values) <= {0, 1}:
             row[f"eval_{name}_interval"] = wilson(sum(values), len(values))
         for result, value in zip(results, values):
             result[name] = value
-    golds = [str(result["gold"]).strip().casefold() for result in results
-             if result["gold"] is not None]
-    for _, count in Counter(golds).most_common(1):
+    golds = Counter(str(result["gold"]).strip().casefold()  # "Yes " and "yes" are one label
+                    for result in results if result["gold"] is not None)
+    for _, count in golds.most_common(1):
         if 1 < count > len(results) / 10:  # there are few different answers
             row["eval_best_constant"] = count / len(results)  # accuracy of always the same answer
     return row | {"eval_results": results}
@@ -95,27 +97,36 @@ def wilson(successes, n):
 
 def outcome(before, after):
     """What a run has changed, in words. before, after: the results of two evaluations."""
-    pairs = [(x["reward"], y["reward"]) for x, y in zip(before, after)]  # eval_size may differ
-    first, last = map(fmean, zip(*pairs))
-    differences = [y - x for x, y in pairs]
+    pairs = list(zip(before, after))  # with another --eval_size, one has more questions
+    if any(x["question"] != y["question"] for x, y in pairs):
+        return "they have other questions and cannot be compared"
+    first, last = ([result["reward"] for result in results] for results in zip(*pairs))
+    differences = [y - x for x, y in zip(first, last)]
     mean = fmean(differences)
     half = 1.96 * pstdev(differences) / len(pairs) ** 0.5  # paired, normal approximation
     verdict = f"excludes 0: it has {'risen' if mean > 0 else 'fallen'}"
     if abs(mean) <= half:
         verdict = "includes 0, so no change is shown"
-    return (f"{first:.3g} before and {last:.3g} after, a difference of {mean:+.3g}, "
-            f"whose paired 95% CI {mean - half:+.3g} to {mean + half:+.3g} {verdict}")
+    shares = [most_frequent(results)[1] for results in (before, after)]
+    return (f"{fmean(first):.3g} before and {fmean(last):.3g} after, a difference of {mean:+.3g}, "
+            f"whose paired 95% CI {mean - half:+.3g} to {mean + half:+.3g} {verdict}. The share of "
+            "the most frequent response is {:.0%} before and {:.0%} after".format(*shares))
+
+
+def most_frequent(results):
+    """(the most frequent response, its share), without case and without space around it."""
+    texts = Counter(result["response"].strip(" \n.").casefold() for result in results)
+    text, count = texts.most_common(1)[0]
+    return text, count / len(results)
 
 
 def notes(rows, results):
     """{"notes": [...]} if the user should know something about the last row or its results."""
     row = rows[-1]
     found = []
-    texts = Counter(result["response"].strip(" \n.").casefold() for result in results)
-    for text, count in texts.most_common(1):
-        if count > max(1, 0.9 * len(results)):
-            found.append(f"{count / len(results):.0%} of the responses in this evaluation are the "
-                         f"same: {text!r:.100}")
+    text, share = most_frequent(results) if len(results) > 1 else ("", 0)
+    if share > 0.9:
+        found.append(f"{share:.0%} of the responses in this evaluation are the same: {text!r:.100}")
     if row.get("log_ratio_first_max"):
         found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
                      "two forward passes round differently")

@@ -1,5 +1,6 @@
 """The models of train_math.py: loading, and the precision of their weights and products."""
 import contextlib
+import functools
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def load(name, device):
     """(model, tokenizer) from a hub id or a folder, in float32. In bf16, most updates at a learning
-    rate of 1e-6 would round to nothing. ValueError: the folder has no model, or lacks weights."""
+    rate of 1e-6 would round to nothing. ValueError: it has no model, or weights are missing or not
+    finite."""
     torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
     folder = Path(name)
     files = folder / "config.json", folder / "adapter_config.json"
@@ -22,6 +24,8 @@ def load(name, device):
     missing = sorted(report["missing_keys"])
     if missing:  # they would be random
         raise ValueError(f"{len(missing)} weights are missing in its files, such as {missing[0]}")
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise ValueError("its weights are not finite")
     rope = getattr(model.config, "rope_parameters", None) or {}
     if "rope_theta" in rope:  # transformers 4 looks for it outside, and otherwise takes a default
         model.config.rope_theta = rope["rope_theta"]
@@ -45,6 +49,11 @@ def micro_batch_tokens(device):
     memory = torch.cuda.get_device_properties(device).total_memory / 2**30  # in GiB
     sizes = {44: 8192, 32: 4096, 22: 2048, 14: 1024, 0: 512}
     return next(tokens for least, tokens in sizes.items() if memory >= least)
+
+
+@functools.cache  # so that it is printed once, and not in each step
+def note(text):
+    show(f"note: {text}")
 
 
 def show(text):

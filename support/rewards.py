@@ -12,6 +12,7 @@ TAKEN = set(  # the other names in the rows of a log, in evaluations after "eval
     "grad_norm clip_fraction log_ratio_first_max log_ratio_mean log_ratio_std seconds "
     "seconds_rollout".split())
 
+
 # An answer is what matches PLACE. Everything that this grammar does not name makes it no answer.
 THOUGHT = r"(?i:(?:\w+:)?(?:think(?:ing)?|thought|reasoning)[>\]])"
 CURRENCY = r"(?:US)?[$€£¥₹¢]|\b(?:USD|EUR|GBP|CAD|AUD|INR|CNY|RMB)\b"
@@ -63,28 +64,34 @@ def score(reward, questions, texts, **more):
     the reward function gets copies of all columns of the questions, and the keywords `more`.
     RewardError: it raised an exception, or did not return one finite number per text."""
     name = getattr(reward, "__qualname__", type(reward).__name__)
+    taken = questions[0].keys() & {"prompts", "completions", *more}
+    if taken:
+        raise RewardError(f"rename the columns {sorted(taken)}: a reward gets these names already")
     columns = {column: [copy.deepcopy(row[column]) for row in questions] for column in questions[0]}
     try:
         returned = reward(prompts=[row["question"] for row in questions], completions=list(texts),
                           **columns, **more)
-        rewards = [float(value) for value in returned]
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)[1:2]  # where in the reward function
         place = "".join(f" in {line.filename}, line {line.lineno}" for line in lines)
-        raise RewardError(f"the reward function {name} does not return a list of numbers, or "
-                          f"raised {error!r}{place}") from error
-    if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
+        raise RewardError(f"the reward function {name} raised {error!r}{place}") from error
+    try:
+        rewards = [float(value) for value in returned]
+    except (TypeError, ValueError):
+        rewards = []
+    is_unfit = isinstance(returned, (str, dict, set))  # these have no numbers, or no order
+    if is_unfit or len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
         raise RewardError(f"the reward function {name} returned {returned!r:.200}, but a list of "
                           f"{len(texts)} finite numbers is needed, one for each completion")
     return torch.tensor(rewards, dtype=torch.float32)
 
 
 def score_rollout(reward, rollout, cfg, step=None):
-    """(rewards (B,), metrics): the rewards of a Rollout, and what the reward has logged. Besides
-    what `score` gives it, the reward gets completion_ids (the token ids of each response), cut
-    (whether a response reached the length limit), step (None in the trial and in evaluations), and
-    log_metric(name, value), which may be called until the step ends, and whose value may be a list.
-    ValueError: the name is taken."""
+    """(rewards (B,), metrics): the rewards of a Rollout, and what the reward has reported. Besides
+    what `score` gives it, it gets completion_ids (the token ids of each response), cut (whether a
+    response reached the length limit), step (None in the trial and in evaluations), and
+    log_metric(name, value), as in TRL: the values, which may be lists, go into the row of the step.
+    It may be called until the step ends. ValueError: the name is taken."""
     metrics = {}
 
     def log_metric(name, value):

@@ -1,5 +1,6 @@
-"""How train_math.py samples responses. dynamic_rollout is the sampler for CPUs, and
-cuda_sampling.py has a faster one for CUDA, and `generate`, which chooses."""
+"""How train_math.py samples responses. dynamic_rollout is the sampler for CPUs.
+cuda_sampling.py has a faster one for CUDA, and `generate`, which chooses. A sampler of your own,
+for main(generate=f), is a function with the arguments and the results of dynamic_rollout."""
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
@@ -11,19 +12,23 @@ def end_tokens(model, tokenizer):
     ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]
-    ids = {tokenizer.eos_token_id, *ids} - {None}
+    ids = {tokenizer.eos_token_id, *ids}
+    ids.discard(None)
     if not ids:
         raise ValueError("neither the tokenizer nor the model has an end token")
     return torch.tensor(sorted(ids), device=model.device)
 
 
 def check_rollout(rollout, questions, group_size):
-    """ValueError: this is no Rollout of `group_size` responses to each question, group by group."""
-    n = len(questions) * group_size
+    """ValueError: this is not a Rollout of `group_size` responses to each question, group by group.
+    In an evaluation, where group_size is 1, the questions must be those that were asked."""
     counts = {name: len(values) for name, values in vars(rollout).items()}
-    if set(counts.values()) != {n}:
+    if set(counts.values()) != {len(questions) * group_size}:
         raise ValueError(f"the sampler must return {group_size} responses to each of "
                          f"{len(questions)} questions, but it returned {counts}")
+    answered = [row["question"] for row in rollout.questions]
+    if group_size == 1 and answered != [row["question"] for row in questions]:
+        raise ValueError("in an evaluation, the sampler must answer the questions that it gets")
     width = rollout.log_probs.shape[1]
     for i, response in enumerate(rollout.responses):
         if rollout.prompts[i] != rollout.prompts[i - i % group_size]:
@@ -80,9 +85,9 @@ def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids
 
     prompts: lists of token ids; end_ids (n,): the ids that end a response. Returns the B responses,
     group by group, as lists of token ids with the end token, and their log-probs (B, max_length),
-    0 after the end (at temperature 0, those of temperature 1). A sampler of your own, for
-    main(generate=f), may return a third list, Rollout.is_sampled. (model.generate would apply a
-    checkpoint's top_k and top_p, and thus sample from another policy than that of the update.)"""
+    0 after the end (at temperature 0, those of temperature 1). A sampler of your own may return a
+    third list, Rollout.is_sampled. (model.generate would apply the top_k and top_p of a checkpoint.
+    The responses would not come from the policy whose log-probs the update computes.)"""
     cache = DynamicCache(config=model.config)
     logits, mask = prefill(model, cache, prompts, group_size)
     unfinished = torch.arange(len(mask), device=mask.device)  # the response of each row

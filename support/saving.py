@@ -10,7 +10,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from support.metrics import outcome
-from support.models import check_trainable, show
+from support.models import check_trainable, note, show
+from support.questions import check_rows
 from support.rewards import TAKEN
 
 MAY_CHANGE = {"dataset", "output_dir", "device", "max_steps", "micro_batch_tokens",
@@ -20,14 +21,10 @@ SHOWN = ("reward", "response_length", "cut", "equal_reward_groups", "clip_fracti
 
 
 def locked(folder):
-    """A `with` block that keeps other processes out of this folder. ValueError: one is in it, or
-    it holds other files than those of a run."""
+    """A `with` block that keeps other processes out of this folder. ValueError: one is in it."""
     if not folder:
         return contextlib.nullcontext()
     os.makedirs(folder, exist_ok=True)
-    found = set(os.listdir(folder))
-    if "state.pt" not in found and found - {"lock", "partial"}:
-        raise ValueError(f"{folder} is not empty and holds no run that can be resumed")
     lock = FileLock(Path(folder, "lock").absolute(), timeout=0, is_singleton=True)
     try:
         return lock.acquire()  # the same thread may lock it again
@@ -42,12 +39,15 @@ class Run:
         """state: from load_state. ValueError: these arguments cannot be used for training."""
         if not questions:
             raise ValueError("there are no questions to train on")
+        check_rows(questions)
         check_trainable(model)
         torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
         self.folder = Path(cfg.output_dir).absolute() if cfg.output_dir else None
-        if self.folder and not state and (self.folder / "state.pt").exists():
-            raise ValueError(f"{cfg.output_dir} holds a run. Choose another output_dir, or resume "
-                             "the run with state=load_state(cfg, questions)")
+        files = os.listdir(self.folder) if self.folder else []
+        found = {"metrics.jsonl", "state.pt", "model"}.intersection(files)
+        if found and not state:
+            raise ValueError(f"{cfg.output_dir} holds {min(found)}. Choose another output_dir, or "
+                             "resume the run with state=load_state(cfg, questions)")
         self.model = model
         self.tokenizer = tokenizer
         self.optimizer = optimizer
@@ -87,16 +87,18 @@ class Run:
 
     def save(self):
         """Write state.pt, from which a run is resumed. The old one stays until this is complete.
-        OSError: it cannot be written, or the user_state could not be read again."""
+        OSError: it cannot be written. ValueError: the user_state could not be read again."""
         state = {"rows": self.rows, "results": self.results, "model": self.model.state_dict(),
                  "optimizer": self.optimizer.state_dict(), "user_state": self.user_state}
         partial = self.folder / "partial"
         try:
             torch.save(state, partial)
             torch.load(partial, map_location="cpu", mmap=True)
-        except Exception as error:  # torch raises many kinds
-            raise OSError(f"{partial} cannot be written. Is the disk full? (user_state may hold "
-                          f"only tensors, numbers, texts, lists, dicts. {error!r:.200})") from None
+        except (OSError, RuntimeError):
+            raise OSError(f"{partial} cannot be written (is the disk full?)") from None
+        except Exception as error:  # torch.load raises many kinds
+            raise ValueError("user_state may hold only tensors, numbers, texts, and lists, tuples "
+                             f"and dicts of them ({type(error).__name__})") from None
         os.replace(partial, partial.with_name("state.pt"))
 
     def report(self):
@@ -105,6 +107,8 @@ class Run:
         write_lines(self.rows, self.folder / "metrics.jsonl")
         if self.results:
             write_lines(self.results, self.folder / f"eval_{row['step']}.jsonl")
+        note("reward is that of the responses sampled in a step, before its updates; eval_reward "
+             "is that of greedy ones to held-out questions, after them")
         shown = [f"step {row['step']}/{self.settings['max_steps']}"]
         own = [name for name in row if name.removeprefix("eval_") not in TAKEN]  # of log_metric
         for name in (*SHOWN, *own):
@@ -127,6 +131,7 @@ def fingerprint(cfg, questions):
     """The settings of a run and the hash of its questions, which must not change on resuming."""
     low, high = cfg.clip_range()
     crc = zlib.crc32(repr(questions).encode())
+    # A log may be moved, so output_dir is left out.
     return vars(cfg) | {"output_dir": None, "eps_low": low, "eps_high": high, "questions": crc}
 
 
@@ -146,15 +151,19 @@ def load_state(cfg, questions):
     if changed:
         raise ValueError(f"the run that is saved there has other values of {', '.join(changed)}. "
                          "Choose another --output_dir. (questions may change with --eval_size)")
-    show(f"resuming after step {len(state['rows']) - 1} of a run that was begun with --max_steps "
-         f"{begun_with['max_steps']} (with another value, the learning rate jumps)")
+    show(f"resuming a run that was begun with --max_steps {begun_with['max_steps']} "
+         "(with another value, the learning rate jumps)")
+    if state["rows"][-1]["step"] >= cfg.max_steps:
+        show("note: this run is complete. For a new one, choose another --output_dir")
     return state
 
 
 def plain(value):
     """As JSON has it: a number of numpy or torch is a number, and any other object is a text."""
-    return json.loads(json.dumps(
-        value, default=lambda x: x.item() if getattr(x, "ndim", None) == 0 else str(x)))
+    def as_json(other):
+        return other.item() if getattr(other, "ndim", None) == 0 else str(other)
+
+    return json.loads(json.dumps(value, default=as_json))
 
 
 def write_lines(rows, path):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import train_math
+from support.cuda_sampling import note
 from tools.logs import read
 from tools.warm_up import tiny_model, tiny_tokenizer
 
@@ -229,6 +230,7 @@ def assert_same(whole, folder):
 def as_a_program(monkeypatch):
     """Messages begin with the name of the program."""
     monkeypatch.setattr(sys, "argv", ["train_math.py"])
+    note.cache_clear()
 
 
 @pytest.fixture

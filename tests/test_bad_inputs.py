@@ -22,6 +22,7 @@ from tests.conftest import (
     QUESTIONS,
     at_call,
     check,
+    encoded,
     names_in,
     one_line,
     parity_reward,
@@ -45,7 +46,9 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize("flags, words", [
     *((f"--{setting}", f"--{setting}") for setting in OUT_OF_RANGE),
-    ("--group_siz 4", "not used by the HfArgumentParser: ['--group_siz', '4']"),
+    ("--group_siz 4", "there is no flag --group_siz; see --group_size"),
+    ("--learningrate=1", "there is no flag --learningrate=1; see --learning_rate"),
+    ("--zzz 4", "there is no flag --zzz; see --help"),
     ("--prompts_per_step 6", "--minibatches"),
     ("--eps_low 1.5", "eps_low 1.5"),
     ("--eps_low 0.9997", "0.9997"),
@@ -54,6 +57,20 @@ OUT_OF_RANGE = [
 def test_a_wrong_setting_is_named(flags, words):
     line = one_line(train_math.main, *flags.split())
     assert line.startswith("train_math.py: settings: ") and words in line
+
+
+@pytest.mark.parametrize("algorithm, changes, words", [
+    ("own", {"eps_low": 1.5}, "eps_low 1.5"),
+    ("GSPO", {}, "GSPO is none of gspo, "),
+    ("own", {"ratio": "Token"}, "ratio='Token'.*'sequence' or 'token'"),
+    ("own", {"ratio": None}, "ratio=None.*'sequence' or 'token'"),
+    ("own", {"ratio": ""}, "ratio=''.*'sequence' or 'token'"),
+])
+def test_a_wrong_algorithm_is_named(monkeypatch, algorithm, changes, words):
+    row = train_math.ALGORITHMS["gspo"]._replace(**changes)
+    monkeypatch.setitem(train_math.ALGORITHMS, "own", row)
+    with pytest.raises(ValueError, match=words):
+        settings(algorithm=algorithm)
 
 
 # ---- what the flags name, and functions of the user's own ----------------------------------------
@@ -86,6 +103,14 @@ def a_model_without_a_weight(folder):
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def a_model_with_a_weight_that_is_nan(folder):
+    a_model_without_its_tokenizer(folder)
+    file = folder.parent / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 def long_question(folder):
     questions = [*sums(3), {"question": "How many figs" + "?" * 493, "answer": "1"}, *sums(3)]
     write_jsonl(folder.parent / "long.jsonl", questions)
@@ -98,7 +123,8 @@ def a_reward_that_raises(prompts, completions, **columns):
 def returns(value):
     def faulty_reward(**columns):
         return value
-    return case("faulty_reward ", "return", "numbers", "a trial of ", reward=faulty_reward)
+    words = f"faulty_reward returned {value!r}", "2 finite numbers", "a trial of "
+    return case(*words, reward=faulty_reward)
 
 
 def logs(name):
@@ -121,7 +147,8 @@ HALF = "with twice the denominator, it is not half"
 REFUSED = {
     "a device that this machine lacks": case("--device mps", flags="--device mps"),
     "a dataset file that is not there": case(
-        "--dataset nowhere.csv", flags="--dataset nowhere.csv"),
+        "nowhere.csv", "no such file", flags="--dataset nowhere.csv"),
+    "an empty name of a dataset": case("--dataset", "it is empty", flags="--dataset="),
     "a state of another version": case(
         "other values of old_flag. Choose",
         prepare=writes("state.pt", {"rows": [{"settings": {"old_flag": 1}}]})),
@@ -130,7 +157,7 @@ REFUSED = {
     "a file as output_dir": case(
         "--output_dir", "bad_inputs.py: ", flags=f"--output_dir {__file__}"),
     "a full disk": case(
-        "partial", "Is the disk full?",
+        "partial", "is the disk full?",
         prepare=lambda folder: (folder / "partial").symlink_to("/dev/full")),
     "a prompt that is too long": case(
         "up to 513 tokens", flags="--dataset long.jsonl", prepare=long_question),
@@ -140,6 +167,9 @@ REFUSED = {
     "a missing weight": case(
         "--model", "1 weights are missing", "model.norm.weight", flags="--model ./model",
         prepare=a_model_without_a_weight),
+    "a weight that is NaN": case(
+        "--model", "not finite", flags="--model ./model",
+        prepare=a_model_with_a_weight_that_is_nan),
     "a model that the hub lacks": case("--model no/where ", flags="--model no/where"),
     **{f"no model in {name}": case(f"there is no {name.removeprefix('./')}/config.json",
                                    flags=f"--model {name}")
@@ -150,12 +180,12 @@ REFUSED = {
         prepare=writes("../runs/a/state.pt", "")),
     **{f"rewards {value!r}": returns(value) for value in (
         None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0],
-        [[1.0], [1.0]], ["good", "good"])},
+        [[1.0], [1.0]], ["good", "good"], "01", {0: 1.0, 1: 0.0}, {0.0, 1.0})},
     **{f"a metric {name}": logs(name)
        for name in ("reward", "step", "entropy", "notes", "eval_mine")},
     "a reward that raises": case(
         f"in {__file__}, line {a_reward_that_raises.__code__.co_firstlineno + 1}", "a trial of ",
-        "the reward function a_reward_that_raises ", "raised JSONDecodeError(",
+        "the reward function a_reward_that_raises raised JSONDecodeError(",
         reward=a_reward_that_raises),
     "a reward with other arguments": case(
         "unexpected keyword argument", reward=lambda prompts, answers: [0.0]),
@@ -163,11 +193,16 @@ REFUSED = {
     "one response too few": case(
         "the sampler must return 1 responses to each of 2 questions", "'responses': 1",
         generate=lambda *arguments: [part[:-1] for part in train_math.generate(*arguments)]),
+    "no network": case(
+        "Couldn't reach the Hub", "Without a network, use --model FOLDER and --dataset FILE",
+        load=raises(ConnectionError("Couldn't reach the Hub"))),
     "too little memory": case(
         "CUDA out of memory", "--micro_batch_tokens", "--rollout_rows",
         generate=raises(torch.OutOfMemoryError("CUDA out of memory."))),
     **{f"{name} that fails": case("in the part", **{name: raises(OSError("in the part"))})
        for name in ("encode_prompts", "generate", "response_log_probs")},
+    "a loss of each response": case(
+        "the loss must be one number", loss=lambda log_probs, *rest: log_probs.sum(1)),
     "a loss that is a mean": case(HALF, loss=lambda log_probs, *rest: -log_probs.mean()),
     "a loss without the denominator": case(
         HALF, loss=lambda *arguments: gspo_loss(*arguments[:-1])),
@@ -238,6 +273,11 @@ def blind_to_padding(forward, inputs):
     return forward(**inputs | {"attention_mask": None, "position_ids": None})
 
 
+def one_token_too_few(model, tokenizer):
+    prompts = encoded(tokenizer)
+    model.resize_token_embeddings(max(map(max, prompts)))
+
+
 def no_end(model, tokenizer):
     tokenizer.eos_token = model.generation_config.eos_token_id = None
 
@@ -268,6 +308,7 @@ UNFIT = {
     "another head": (forward(doubled), DIFFER),
     "another cache": (forward(forgetful), DIFFER),
     "another padding": (forward(blind_to_padding), DIFFER),
+    "one token too few": (one_token_too_few, "they are not a pair"),
     "no end": (no_end, "neither the tokenizer nor the model has an end token"),
     "NaN": (nan, DIFFER + "nan"),
     # These cap or scale their logits. Small logits, as in the trial, show no effect.
@@ -295,6 +336,11 @@ def test_a_model_that_cannot_be_trained_is_refused_by_train(fresh, name):
     change(*fresh)
     with pytest.raises(ValueError, match=words):
         train(fresh)
+
+
+def test_questions_with_different_columns_are_refused_by_train(fresh):
+    with pytest.raises(ValueError, match="row 2 has other columns than row 1"):
+        train(fresh, [{"question": "1+1?", "answer": "2"}, {"question": "1+2?"}])
 
 
 @pytest.mark.parametrize("questions", [QUESTIONS, QUESTIONS[::-1], QUESTIONS[:1]])

@@ -26,9 +26,13 @@ def csv(rows):
     return "question,answer\n" + "".join(cells)
 
 
-def parquet(rows):
+def parquet(rows, *more_names):
+    """more_names: further columns, with the values of the last one."""
+    columns = [[row[name] for row in rows] for name in rows[0]]
+    columns += columns[-1:] * len(more_names)
     file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    table = pyarrow.table(columns, names=[*rows[0], *more_names])
+    pyarrow.parquet.write_table(table, file)
     return file.getvalue()
 
 
@@ -76,17 +80,21 @@ FOLDERS = {
 }
 REFUSED = {  # with the default reward: the files, and the words of the line
     "no train file": ({"test.jsonl": TEST}, ["there is no train part with rows", "['test']"]),
+    "several data sets": (
+        {"main/train.jsonl": TRAIN, "socratic/train.jsonl": TRAIN},
+        ["Add one of these folders: ['main', 'socratic']"]),
     "two files of one part": (
         {"dev.jsonl": TRAIN, "val.csv": TRAIN}, ["dev.jsonl and val.csv are the same part"]),
     "a damaged file": ({"train.parquet": "no"}, ["train.parquet", "arquet file"]),
     "a test row without an answer": (
         {"train.jsonl": TRAIN, "test.jsonl": TEST + lines([{"question": "?", "answer": "x"}])},
-        ["held out: row 4 needs a question"]),
+        ["test: row 4 needs a question"]),
     "a line that is not JSON": (
         {"train.jsonl": TRAIN, "test.jsonl": TEST + "{\n"}, ["test.jsonl: line 4", "on one line"]),
     "another encoding": (
         {"q.csv": csv([{"question": "Wie groß?", "answer": 1}]).encode("latin-1")},
         ["q.csv", "not in UTF-8. Save it as 'CSV UTF-8'"]),
+    "semicolons": ({"q.csv": "question;answer\nWie, was?;1\n"}, ["q.csv", "Save it with commas"]),
     "another kind": ({"q.txt": TRAIN}, ["must end in .jsonl, .json, .csv"]),
     "a number instead of a row": ({"q.jsonl": TEST + "5\n"}, ["row 4", "5"]),
     "other names of columns": (
@@ -99,9 +107,16 @@ REFUSED = {  # with the default reward: the files, and the words of the line
         {"q.jsonl": TEST + lines([ROWS[0] | {"level": 2}])},
         ["row 4 has other columns than row 1", "level"]),
     "a column twice": ({"q.csv": "question,answer,answer\n1+1?,2,3\n"}, ["have one name"]),
+    "a column twice in a line": (
+        {"q.jsonl": TEST + '{"question": "?", "answer": "2", "answer": "3"}\n'},
+        ["q.jsonl: line 4: two columns have one name"]),
+    "a column twice in a list": (
+        {"q.json": '[{"question": "?", "answer": "2", "answer": "3"}]'},
+        ["q.json: two columns have one name"]),
+    "a column twice in a table": (
+        {"q.parquet": parquet(ROWS, "answer")}, ["two columns have one name"]),
     **{f"a column {name}": (
-        {"q.jsonl": lines([row | {name: 1} for row in ROWS])},
-        [f"multiple values for keyword argument '{name}'"])
+        {"q.jsonl": lines([row | {name: 1} for row in ROWS])}, [f"rename the columns ['{name}']"])
        for name in ("cut", "completions", "prompts", "completion_ids", "step")},
 }
 
@@ -173,14 +188,36 @@ class TestHeldOutQuestions:
             assert len(few) == size and len(more) == len(rows) - size
             assert all(row in held_out for row in few)
 
+    @pytest.mark.parametrize("counts, words", [
+        ((30, 30, 30), "note: 18 questions are held out\n"),
+        ((0, 0, 90), "'delivery' is the answer to 100% of them"),
+        ((80, 10), "'billing' is the answer to"),
+        ((15, 15, 15, 14), "11 questions are held out. So few show little"),
+        ((4, 4), "1 questions are held out. So few"),
+    ])
+    def test_are_counted_and_a_common_answer_or_a_small_number_is_noted(
+            self, tmp_path, capsys, counts, words):
+        split_of(tmp_path, counts)
+        assert words in capsys.readouterr().out
+        split_of(tmp_path, counts, 0)
+        assert "is the answer" not in (shown := capsys.readouterr().out) and "few" not in shown
+
+    def test_with_one_answer_in_several_spellings_are_noted(self, tmp_path, capsys):
+        rows = [{"question": f"{i}?", "answer": ("Yes", "yes ", "no")[i % 3]} for i in range(90)]
+        load(write(tmp_path, {"q.csv": csv(rows)}), parity_reward, eval_size=512)
+        assert "'yes' is the answer to" in capsys.readouterr().out
+
     def test_that_are_trained_on_are_left_out_and_counted(self, tmp_path, capsys):
         held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
         held_out[0]["question"] += " "
         parts = {"train": sums(6), "test": held_out, "dev": held_out}
         write(tmp_path, {f"{name}.jsonl": lines(rows) for name, rows in parts.items()})
         assert load(tmp_path, eval_size=1) == (sums(6), [{"question": "new?", "answer": "1"}])
-        assert "2 held-out questions are left out" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "2 held-out questions are left out" in shown
+        assert "these parts of the data are not used: validation" in shown
 
     @pytest.mark.parametrize("files", [{"test.jsonl": ""}, {"test.csv": "question,answer\n"}])
-    def test_may_be_missing_in_a_test_file(self, tmp_path, files):
+    def test_that_are_missing_in_a_test_file_are_noted(self, tmp_path, capsys, files):
         assert load(write(tmp_path, {"train.jsonl": TRAIN, **files})) == (ROWS[:12], [])
+        assert "note: 0 questions are held out, so nothing is evaluated" in capsys.readouterr().out

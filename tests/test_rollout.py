@@ -315,6 +315,31 @@ class TestAReplayedGraph:
         assert runs[0] == runs[1] != runs[2] and Graph.replays > 0
         assert len({tuple(response) for response in runs[0]}) > 8
 
+    @pytest.mark.parametrize("error, raised", [
+        (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), torch.OutOfMemoryError),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), ValueError),
+        (RuntimeError("a value was read while a stream is capturing"), None),
+    ])
+    def test_that_cannot_be_recorded_ends_the_run_or_is_left_out_if_cuda_is_intact(
+            self, graphs, model, prompts, monkeypatch, capsys, error, raised):
+        @contextlib.contextmanager
+        def fails(graph):
+            with record(graph):
+                yield
+            raise error
+
+        arguments = model, prompts, 2, 20, 0.0, torch.tensor([-1])
+        monkeypatch.setattr(torch.cuda, "graph", fails)
+        if raised:
+            with pytest.raises(raised):
+                static_rollout(*arguments)
+        else:
+            expected, _ = dynamic_rollout(*arguments)
+            for _ in range(2):
+                assert static_rollout(*arguments)[0] == expected
+            assert capsys.readouterr().out.count("note: sampling without a CUDA graph") == 1
+
 
 @pytest.fixture
 def chosen(monkeypatch):
@@ -364,21 +389,39 @@ class TestWhichSampler:
             assert used is model
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
-    def test_a_precision_that_overflows_is_not_used_again(
-            self, model, prompts, chosen, pretend_cuda, monkeypatch, capsys):
-        """A later token of a response makes float16 overflow."""
+    @pytest.mark.parametrize("weight, logits, used", [
+        (0, 0, ["float16", "float16"]),
+        (1000, 0, ["float32", "float32"]),
+        (0, math.inf, ["float16", "bfloat16", "bfloat16"]),
+    ])
+    def test_the_weights_are_as_coarse_as_the_model_allows(
+            self, model, prompts, chosen, pretend_cuda, monkeypatch, capsys, weight, logits, used):
+        """A precision that has failed is not tried again. In the second case, all logits are large,
+        and two of them differ by less than 16 bits can show. In the third one, the prompts show
+        nothing, but a later token of a response makes float16 overflow."""
+        if weight:
+            head = torch.full_like(model.lm_head.weight, weight)
+            head[8:10] += torch.tensor([[0.24], [-0.24]])
+            model.lm_head.weight = torch.nn.Parameter(head)
+
         def later_logits(sampler, cache, ids, *more):
             found = next_logits(sampler, cache, ids, *more)
             is_later = ids.shape[1] == 1 and found.dtype == torch.float16
-            return found + math.inf if is_later else found
+            return found + logits if is_later else found
 
         monkeypatch.setattr(cuda_sampling, "next_logits", later_logits)
         for _ in range(2):
             _, log_probs = train_math.generate(model, prompts, 2, 3, 1.0, torch.tensor([1]))
             assert log_probs.isfinite().all()
-        used = [next(sampler.parameters()).dtype for _, sampler, *_ in chosen]
-        assert used == [torch.float16, torch.bfloat16, torch.bfloat16]
-        assert capsys.readouterr().out.count("note: this model cannot sample in") == 1
+        assert [str(next(sampler.parameters()).dtype) for _, sampler, *_ in chosen] == [
+            f"torch.{name}" for name in used]
+        failed = {"float16": 0, "bfloat16": 1, "float32": 2}[used[-1]]
+        assert capsys.readouterr().out.count("note: this model cannot sample in") == failed
+
+    def test_no_precision_that_gives_no_numbers_is_accepted(self, model, prompts, pretend_cuda):
+        model.lm_head.weight.data[5] = math.nan
+        with pytest.raises(FloatingPointError, match="not finite"):
+            train_math.generate(model, prompts, 2, 3, 1.0, torch.tensor([1]))
 
     @pytest.mark.parametrize("gib, tokens", [
         (13.9, 512), (14.7, 1024), (21.9, 1024), (22, 2048), (31.9, 2048), (39.4, 4096),

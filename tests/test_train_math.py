@@ -264,6 +264,45 @@ class TestEvaluation:
         assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8,
                        "eval_best_constant": 1.0}
 
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_of_several_responses_has_them_side_by_side_and_no_interval(self, tiny, temperature):
+        def reward(prompts, completions, log_metric, **columns):
+            log_metric("seen", len(prompts))
+            return parity_reward(prompts, completions)
+
+        row = train_math.evaluate(
+            *tiny, sums(5), settings(), temperature, group_size=3, reward=reward)
+        results = row["eval_results"]
+        assert row["eval_questions"] == 5 and row["eval_seen"] == 15
+        assert row["eval_reward"] == sum(result["reward"] for result in results) / 15
+        assert "eval_reward_interval" not in row
+        texts = [result["response"] for result in results]
+        groups = [len(set(texts[i:i + 3])) for i in range(0, 15, 3)]
+        assert max(groups) == (1 if temperature == 0 else 3)
+
+    @pytest.mark.parametrize("mode", [True, False])
+    def test_is_without_dropout_and_leaves_the_model_in_its_mode(self, fresh, mode):
+        def sample(*arguments):
+            assert not any(module.training for module in model.modules())
+            return train_math.sample(*arguments)
+
+        model, _ = fresh
+        model.train(mode)
+        train_math.evaluate(*fresh, sums(2), settings(), reward=parity_reward, sample=sample)
+        assert all(module.training is mode for module in model.modules())
+
+    @pytest.mark.parametrize("change", [
+        lambda rows: rows[::-1],
+        lambda rows: [*rows[:-1], rows[-1] | {"question": "another?"}],
+    ])
+    def test_of_other_questions_than_those_asked_is_refused(self, fresh, change):
+        def sample(model, tokenizer, questions, *others):
+            return train_math.sample(model, tokenizer, change(questions), *others)
+
+        for call in train_math.evaluate, check:
+            with pytest.raises(ValueError, match="answer the questions that it gets"):
+                call(*fresh, sums(3), settings(), sample=sample)
+
     @pytest.mark.parametrize("values, interval", [
         ([0, 1, 1], True), ([0.0, 0.5, 1.0], False), ([2, 2, 2], False), ([1, 1, 1], True)])
     def test_with_an_own_reward_has_an_interval_where_it_is_0_or_1(self, fresh, values, interval):
@@ -290,7 +329,8 @@ class TestEvaluation:
     @pytest.mark.parametrize("before, after, words", [
         ([0, 0, 0, 1], [1, 1, 0, 1], "0.25 before and 0.75 after, a difference of +0.5, whose "
                                      "paired 95% CI +0.01 to +0.99 excludes 0: it has risen"),
-        ([1, 1, 1, 1], [0, 0, 1, 0], "excludes 0: it has fallen"),
+        ([1, 1, 1, 1], [0, 0, 1, 0], "excludes 0: it has fallen. The share of the most frequent "
+                                     "response is 100% before and 75% after"),
         ([0, 1, 0, 1], [1, 0, 0, 1], "includes 0, so no change is shown"),
         ([0.5, 0.5], [0.5, 0.5], "difference of +0, whose paired 95% CI +0 to +0 includes 0"),
         ([0.2, 0.4, 0.3], [0.6, 0.9, 0.8, 1.0], "0.3 before and 0.767 after, a difference of "
@@ -300,6 +340,8 @@ class TestEvaluation:
         results = [[{"question": f"{i}?", "reward": value, "response": f"{value}"}
                     for i, value in enumerate(values)] for values in (before, after)]
         assert words in support.metrics.outcome(*results)
+        results[0][0]["question"] = "another?"
+        assert "cannot be compared" in support.metrics.outcome(*results)
 
 
 class TestNotes:
