@@ -83,8 +83,7 @@ def chosen_range(algorithm):
     runs = runs_of("choose")
 
     def mean(low):
-        return fmean(runs[f"{algorithm} {low}", *pair][-1]["sampled"]
-                                for pair in CHOICE)
+        return fmean(runs[f"{algorithm} {low}", *pair][-1]["sampled"] for pair in CHOICE)
 
     return max(RANGES[algorithm], key=mean)
 
