@@ -29,18 +29,6 @@ from tqdm import tqdm
 import train_math
 from evidence import successors, tasks
 from evidence.tables import GRID, LOGS, MODELS, QUESTIONS, comparison, learning_rates, read_runs
-from evidence.tasks import (
-    COMPARISONS,
-    EXPERIMENTS,
-    GRPO,
-    GSPO,
-    NO_LOWER_BOUND,
-    RETIRED,
-    TASKS,
-    settings_of,
-    variant,
-    variants_of,
-)
 from lesson import tiny
 from tools.logs import append, make_writable
 from tools.warm_up import tiny_model, tiny_tokenizer
@@ -51,8 +39,8 @@ KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std"
         "seconds")
 TUNED = "tuned"
 RANGES = {  # of "tuned": the lower ones, chosen on other starting models at a rate of 3e-4
-    "long": {"GSPO": 0.01, "GRPO": 0.1, "no clip": NO_LOWER_BOUND},
-    "world": {"GSPO": 0.03, "GRPO": 0.4, "no clip": NO_LOWER_BOUND}}
+    "long": {"GSPO": 0.01, "GRPO": 0.1, "no clip": tasks.NO_LOWER_BOUND},
+    "world": {"GSPO": 0.03, "GRPO": 0.4, "no clip": tasks.NO_LOWER_BOUND}}
 
 
 # ---- starting models -----------------------------------------------------------------------------
@@ -76,7 +64,7 @@ def cold_start(task, cold):
         if not folder.exists():
             tokenizer = tiny_tokenizer()
             model = tiny_model(tokenizer, cold)
-            TASKS[task].teach(model, tokenizer, cold)
+            tasks.TASKS[task].teach(model, tokenizer, cold)
             right = {t: accuracy(model, tokenizer, task, cold, "held out", t)
                      for t in (1.0, 0.6, 0.3, 0.0)}
             aside = folder.with_name(folder.name + ".partial")
@@ -91,8 +79,8 @@ def accuracy(model, tokenizer, task, cold, name, temperature):
     """The accuracy on 256 questions (small world: 175). name: "held out", which are not used in RL,
     or anything else, such as "probe", on which settings are selected."""
     torch.manual_seed(cold)
-    questions = TASKS[task].questions(name, 256)
-    found = train_math.evaluate(model, tokenizer, questions, settings_of(task), temperature,
+    questions = tasks.TASKS[task].questions(name, 256)
+    found = train_math.evaluate(model, tokenizer, questions, tasks.settings_of(task), temperature,
                                 reward=tasks.task_reward)
     return found["eval_reward"]
 
@@ -128,7 +116,7 @@ def clip_range(spec):
     """(lower, upper): the two numbers of the variant's loss."""
     eps = spec["eps"]
     low, high = eps if isinstance(eps, list) else (eps, float(f"{eps * 4 / 3:.2g}"))
-    if low == NO_LOWER_BOUND:
+    if low == tasks.NO_LOWER_BOUND:
         low = 1.0
         high = high if isinstance(eps, list) else 1e9
     return low, high
@@ -146,8 +134,8 @@ def train(spec, cold, seed, asked):
     own = {name: spec[name] for name in names if name in spec}
     try:
         with mock.patch.dict(train_math.ALGORITHMS, {"variant": algorithm_of(spec)}):
-            cfg = replace(settings_of(task), **own, seed=seed, algorithm="variant")
-            questions = TASKS[task].questions(seed, cfg.prompts_per_step * cfg.max_steps)
+            cfg = replace(tasks.settings_of(task), **own, seed=seed, algorithm="variant")
+            questions = tasks.TASKS[task].questions(seed, cfg.prompts_per_step * cfg.max_steps)
             rows = train_math.train(cfg, model, tokenizer, questions, reward=tasks.task_reward)
     except FloatingPointError as problem:
         return dict.fromkeys(asked, 0.0), {"problem": str(problem)}
@@ -175,8 +163,8 @@ def run_tuned(job):
     """The log row of a task, a starting model, an algorithm and a learning rate."""
     task, cold, name, rate = job.values()
     row = {**job, "before": cold_start(task, cold)}
-    algorithm = GRPO if name == "GRPO" else GSPO
-    spec = variant(algorithm, RANGES[task][name], task=task, learning_rate=rate)
+    algorithm = tasks.GRPO if name == "GRPO" else tasks.GSPO
+    spec = tasks.variant(algorithm, RANGES[task][name], task=task, learning_rate=rate)
     asked = [(questions, float(t)) for questions in QUESTIONS for t in QUESTIONS[questions]]
     found, metrics = train(spec, cold, 100 * cold, asked)
     for questions, temperatures in QUESTIONS.items():
@@ -192,7 +180,7 @@ def run_tuned(job):
 def jobs_of(name, colds, seeds):
     """The jobs of an experiment, for run()."""
     return [{"variant": spec, "cold": cold, "seed": 100 * cold + k} for k, cold, spec
-            in itertools.product(range(seeds), range(colds), variants_of(name))]
+            in itertools.product(range(seeds), range(colds), tasks.variants_of(name))]
 
 
 def tuned_jobs(colds):
@@ -219,7 +207,7 @@ def make(function, wanted, jobs, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    names = [name for name in EXPERIMENTS if name not in RETIRED]
+    names = [name for name in tasks.EXPERIMENTS if name not in tasks.RETIRED]
     parser.add_argument("name", choices=[*names, TUNED], help="the experiment")
     parser.add_argument("--colds", type=int, default=3, help="number of starting models")
     parser.add_argument("--seeds", type=int, default=1,
@@ -232,7 +220,7 @@ def main():
     if min(args.colds, args.seeds, args.jobs) < 1:
         parser.error("--colds, --seeds and --jobs must be at least 1")
     is_tuned = args.name == TUNED
-    path = args.log or (LOGS / "learning_rates.jsonl.gz" if is_tuned else COMPARISONS)
+    path = args.log or (LOGS / "learning_rates.jsonl.gz" if is_tuned else tasks.COMPARISONS)
     make_writable(path)
     if is_tuned:
         make(run_tuned, missing(tuned_jobs(args.colds), path), args.jobs, path)
