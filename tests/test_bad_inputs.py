@@ -4,7 +4,6 @@ Each ends the program, or the call, with one line that says what to look at. Dat
 refused are in test_data.py.
 """
 
-import functools
 import json
 import math
 import re
@@ -372,12 +371,6 @@ def test_an_error_in_a_part_of_the_user_keeps_its_traceback(fresh, own_loss):
     own_loss(lambda *arguments: arguments.my_loss)
     with pytest.raises(AttributeError, match="my_loss"):
         check(*fresh)
-
-
-def test_a_wrong_name_of_a_part_is_answered_with_the_right_ones(command, fresh):
-    for call in functools.partial(train_math.main, command), functools.partial(train, fresh):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'loss'"):
-            call(loss=parity_reward)
 
 
 # ---- gspo.py: test_gspo.py tests which arguments are refused, and this one the messages ----------

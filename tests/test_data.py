@@ -164,27 +164,20 @@ class TestData:
         assert load(path, parity_reward, eval_size=0) == (rows, [])
 
 
-def split_of(folder, counts, eval_size=512, **changes):
-    """(all rows, those to train on, the held-out ones) of a file of tickets, which are sorted by
-    their answer, with so many of each."""
-    labels = "billing", "login", "delivery", "refund"
-    answers = [label for label, count in zip(labels, counts) for _ in range(count)]
-    rows = [{"question": f"Ticket {i}?", "answer": answer} for i, answer in enumerate(answers)]
-    path = write(folder, {"q.csv": csv(rows)})
-    return rows, *load(path, parity_reward, eval_size=eval_size, **changes)
-
-
 class TestHeldOutQuestions:
-    @pytest.mark.parametrize("counts", [(30, 30, 30), (40, 30, 20), (200, 100), (25, 25, 25, 25)])
+    @pytest.mark.parametrize("answers", [
+        ["login"] * 30 + ["refund"] * 30 + ["other"] * 30, ["login"] * 200 + ["refund"] * 100])
     def test_of_a_sorted_file_have_all_answers_and_are_the_same_for_each_seed_and_size(
-            self, tmp_path, counts):
-        rows, questions, held_out = split_of(tmp_path, counts)
+            self, tmp_path, answers):
+        rows = [{"question": f"Ticket {i}?", "answer": answer} for i, answer in enumerate(answers)]
+        path = write(tmp_path, {"q.csv": csv(rows)})
+        questions, held_out = load(path, parity_reward, eval_size=512)
         assert len(held_out) == len(rows) // 5
         assert sorted(questions + held_out, key=rows.index) == rows, "each row is used once"
-        assert {row["answer"] for row in held_out} == {row["answer"] for row in rows}
-        assert split_of(tmp_path, counts, seed=7) == (rows, questions, held_out)
+        assert {row["answer"] for row in held_out} == set(answers)
+        assert load(path, parity_reward, eval_size=512, seed=7) == (questions, held_out)
         for size in 0, 1, 5:
-            _, more, few = split_of(tmp_path, counts, size)
+            more, few = load(path, parity_reward, eval_size=size)
             assert len(few) == size and len(more) == len(rows) - size
             assert all(row in held_out for row in few)
 
