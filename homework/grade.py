@@ -205,13 +205,12 @@ def loop_pieces(source):
     """{what is to be written: the statements that answer it}, in the order of the hints.
 
     Empty, if a function or a comment is missing by which these statements are found."""
-    lines = source.splitlines()
     found = named(ast.parse(source).body)
-    with suppress(KeyError, StopIteration):
+    marks = "    # 3 REMEMBER", "    # 4 UPDATE"
+    with suppress(KeyError, StopIteration, ValueError):
         step = found["train_step"].body
-        remember, update = (
-            next(i for i, line in enumerate(lines, 1) if line.startswith(start))
-            for start in ("    # 3 REMEMBER", "    # 4 UPDATE"))
+        remember, update = [
+            i for i, line in enumerate(source.splitlines(), 1) if line.startswith(marks)]
         end = next(node.lineno for node in step
                    if isinstance(node, ast.Return) or "check_finite" in ast.unparse(node))
         return {
@@ -339,12 +338,9 @@ def results_of(homework, path):
             right = all(passed == of for passed, of in entry["total"].values())
             as_expected = code == (0 if right else 1)
             return entry, None if as_expected else f"its tests ended with the exit code {code}"
+        ended = f"ends the process (exit code {code})"
         if code is None:
             ended = f"has not ended after {MINUTES} minutes"
-        elif code < 0:
-            ended = f"ends the process ({signal.Signals(-code).name})"
-        else:
-            ended = f"ends the process (exit code {code})"
         if entry.get("start") not in homework.parts or entry["start"] in dead:
             return None, ended
         dead[entry["start"]] = ended
@@ -437,7 +433,9 @@ def grade(homework, name, source, seen):
 def grade_class(homework, paths):
     """Prints a row for each file as soon as it is graded."""
     sources = [(str(path), read_text(path)) for path in paths]  # before the first one runs
-    solved, _ = results_of(homework, homework.solution)
+    solved, problem = results_of(homework, homework.solution)
+    if problem:
+        sys.exit(f"the tests cannot be run: {homework.solution.name} {problem}")
     most = {column: of for column, (_, of) in points(solved).items()}
     table = csv.writer(sys.stdout, lineterminator="\n")
     head = [f"{column} (of {of})" for column, of in most.items()]
