@@ -53,6 +53,10 @@ In each line below, cut is the fraction of responses that reach the length limit
 equal_reward_groups that of questions whose responses all have the same reward (no gradient).
 eval_best_constant is the accuracy of giving the same answer to all questions. lesson/README.md
 explains the rest."""
+GREEDY = """\
+This is greedy decoding, which takes the most probable token each time. Its accuracy often runs
+ahead of the reward of sampled responses, because a token need only be a little more probable than
+others. In the last step, the reward of the sampled responses was {reward:.1%}."""
 
 
 # ---- questions and worked answers ----------------------------------------------------------------
@@ -158,7 +162,8 @@ def world(seed, root="runs"):
 def summarise(folder):
     """Prints the accuracy before and after the run in this folder, and one question as an
     example, if possible one whose answer was wrong before."""
-    last = max(row["step"] for row in read(folder / "metrics.jsonl") if "eval_reward" in row)
+    rows = read(folder / "metrics.jsonl")
+    last = max(row["step"] for row in rows if "eval_reward" in row)
     before, after = (read(folder / f"eval_{step}.jsonl") for step in (0, last))
     accuracies = [sum(row["reward"] for row in found) / len(found) for found in (before, after)]
     print("\ngreedy accuracy on {} held-out questions: {:.1%} before, {:.1%} after".format(
@@ -167,6 +172,8 @@ def summarise(folder):
     print(f"  {pair[0]['question']}  (correct: {pair[0]['gold']})")
     for name, row in zip(("before", "after"), pair):
         print(f"  {name + ':':7} {' '.join(row['response'].split())}")
+    if accuracies[1] > rows[-1].get("reward", 1):
+        print(GREEDY.format(reward=rows[-1]["reward"]))
     return "{:.0%} to {:.0%}".format(*accuracies)
 
 

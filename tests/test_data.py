@@ -181,24 +181,23 @@ class TestHeldOutQuestions:
             assert len(few) == size and len(more) == len(rows) - size
             assert all(row in held_out for row in few)
 
-    @pytest.mark.parametrize("counts, words", [
-        ((30, 30, 30), "note: 18 questions are held out\n"),
-        ((0, 0, 90), "'delivery' is the answer to 100% of them"),
-        ((80, 10), "'billing' is the answer to"),
-        ((15, 15, 15, 14), "11 questions are held out. So few show little"),
-        ((4, 4), "1 questions are held out. So few"),
+    @pytest.mark.parametrize("answers, words", [
+        (["login", "refund", "other"] * 30, "note: 18 questions are held out\n"),
+        (["delivery"] * 90, "'delivery' is the answer to 100% of them"),
+        (["billing"] * 80 + ["refund"] * 10, "'billing' is the answer to"),
+        (["Yes", "yes ", "no"] * 30, "'yes' is the answer to"),
+        (["login", "refund", "other"] * 19 + ["a", "b"],
+         "11 questions are held out. So few show little"),
+        (["login", "refund"] * 4, "1 questions are held out. So few"),
     ])
     def test_are_counted_and_a_common_answer_or_a_small_number_is_noted(
-            self, tmp_path, capsys, counts, words):
-        split_of(tmp_path, counts)
+            self, tmp_path, capsys, answers, words):
+        rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        path = write(tmp_path, {"q.csv": csv(rows)})
+        load(path, parity_reward, eval_size=512)
         assert words in capsys.readouterr().out
-        split_of(tmp_path, counts, 0)
-        assert "is the answer" not in (shown := capsys.readouterr().out) and "few" not in shown
-
-    def test_with_one_answer_in_several_spellings_are_noted(self, tmp_path, capsys):
-        rows = [{"question": f"{i}?", "answer": ("Yes", "yes ", "no")[i % 3]} for i in range(90)]
-        load(write(tmp_path, {"q.csv": csv(rows)}), parity_reward, eval_size=512)
-        assert "'yes' is the answer to" in capsys.readouterr().out
+        load(path, parity_reward, eval_size=0)
+        assert "0 questions are held out, so nothing is evaluated" in capsys.readouterr().out
 
     def test_that_are_trained_on_are_left_out_and_counted(self, tmp_path, capsys):
         held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]

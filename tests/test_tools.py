@@ -124,6 +124,7 @@ class TestEvaluate:
         path = tmp_path / "new" / "folder" / "before.jsonl"
         evaluate.main([str(path), *flags])
         evaluate.main([str(path), *flags, "--temperature", "0", "1", "1"])
+        assert "each temperature is asked once" in capsys.readouterr().out
         first = read(path)
         assert [row["temperature"] for row in first] == [0.0] * 3 + [1.0] * 3
         assert [row["question"] for row in first] == [row["question"] for row in sums(11)[8:]] * 2
@@ -259,6 +260,7 @@ class TestEvaluate:
         ("ab", "ac", {}, "2 and 2, of which 1 are the same"),
         ("ab", "abc", {}, "2 and 3, of which 2 are the same"),
         ("aab", "abb", {}, "3 and 3, of which 2 are the same"),
+        ("a", "a", {"gold": "4"}, "the gold answers 3 and 4"),
         ("a", "a", {"temperature": 1.0}, "temperatures [0.0], and after at [1.0]"),
     ])
     def test_refuses_to_compare_other_questions_or_temperatures(
@@ -294,6 +296,7 @@ class TestEvaluate:
         assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
         for wrong, message in (
                 (["--eval_size", "3"], "these flags need --model: --eval_size 3"),
+                ([path], "the same file is given twice"),
                 ([*flags, "--samples", "4"], "--samples needs a --temperature above 0"),
                 ([*flags, "--temperature", "0", "1", "--samples", "2"], "--samples needs a"),
                 ([*flags, "--samples", "0"], "--samples at least 1"),

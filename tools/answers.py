@@ -61,6 +61,11 @@ def check_same_questions(before, after, temperature):
     if len(common) < max(len(groups), len(others)):
         raise ValueError(f"temperature {temperature}: the models answered different questions, "
                          f"{len(groups)} and {len(others)}, of which {len(common)} are the same")
+    for key in common:
+        golds = {str(side[key][0].get("gold")) for side in (groups, others)} - {"None"}
+        if len(golds) > 1:
+            raise ValueError(f"temperature {temperature}: the models answered different questions: "
+                             f"{key[0]!r:.80} has the gold answers {' and '.join(sorted(golds))}")
 
 
 def gain(before, after, form=".1%"):

@@ -167,10 +167,15 @@ def parse(argv):
                         help="sampling temperatures; 0 is greedy decoding")
     parser.add_argument("--samples", type=int, default=1, help="responses to each question")
     args, flags = parser.parse_known_args(argv)
+    if len({path.resolve() for path in args.files}) < len(args.files):
+        parser.error("the same file is given twice")
     if not all(0 <= t < math.inf for t in args.temperature) or args.samples < 1:
         parser.error("--temperature must be at least 0, and --samples at least 1")
     if args.samples > 1 and 0 in args.temperature:
         parser.error("--samples needs a --temperature above 0, because greedy responses are equal")
+    if len(set(args.temperature)) < len(args.temperature):
+        print("note: each temperature is asked once. For several responses to a question, use "
+              "--samples")
     if not args.model and (flags or args.samples > 1):
         parser.error(f"these flags need --model: {' '.join(flags or ['--samples'])}")
     return args, flags
