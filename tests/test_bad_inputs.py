@@ -94,20 +94,16 @@ def a_model_without_its_tokenizer(folder):
     (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
 
 
-def a_model_without_a_weight(folder):
-    a_model_without_its_tokenizer(folder)  # which is loaded later
-    file = folder.parent / "model" / "model.safetensors"
-    weights = load_file(file)
-    del weights["model.norm.weight"]
-    save_file(weights, file, metadata={"format": "pt"})
+def a_model_with(change):
+    """Its weights are changed. (Its tokenizer is loaded after them.)"""
+    def prepare(folder):
+        a_model_without_its_tokenizer(folder)
+        file = folder.parent / "model" / "model.safetensors"
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file, metadata={"format": "pt"})
 
-
-def a_model_with_a_weight_that_is_nan(folder):
-    a_model_without_its_tokenizer(folder)
-    file = folder.parent / "model" / "model.safetensors"
-    weights = load_file(file)
-    weights["model.norm.weight"].fill_(math.nan)
-    save_file(weights, file, metadata={"format": "pt"})
+    return prepare
 
 
 def long_question(folder):
@@ -165,10 +161,10 @@ REFUSED = {
         prepare=a_model_without_its_tokenizer),
     "a missing weight": case(
         "--model", "1 weights are missing", "model.norm.weight", flags="--model ./model",
-        prepare=a_model_without_a_weight),
+        prepare=a_model_with(lambda weights: weights.pop("model.norm.weight"))),
     "a weight that is NaN": case(
         "--model", "not finite", flags="--model ./model",
-        prepare=a_model_with_a_weight_that_is_nan),
+        prepare=a_model_with(lambda weights: weights["model.norm.weight"].fill_(math.nan))),
     "a model that the hub lacks": case("--model no/where ", flags="--model no/where"),
     **{f"no model in {name}": case(f"there is no {name.removeprefix('./')}/config.json",
                                    flags=f"--model {name}")

@@ -238,11 +238,12 @@ class TestTraining:
 
 
 class TestEvaluation:
-    def test_is_greedy_strict_without_dropout_and_by_the_last_number(self, fresh):
+    @pytest.mark.parametrize("mode", [True, False])
+    def test_is_greedy_strict_without_dropout_and_by_the_last_number(self, fresh, mode):
         """Of ten responses, 8 are correct by the last number and 6 in the form that is asked for.
         The intervals are from a table of Wilson's."""
         model, tokenizer = fresh
-        model.train()
+        model.train(mode)
         asked = []
         texts = ["#### 7"] * 6 + ["it is 7", "#### x 7", "#### 8", "none"]
         responses = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
@@ -255,6 +256,7 @@ class TestEvaluation:
         questions = [{"question": f"{i}?", "answer": "3 + 4\n#### 7"} for i in range(10)]
         cfg = settings(max_completion_length=9)
         row = train_math.evaluate(*fresh, questions, cfg, generate=generate)
+        assert all(module.training is mode for module in model.modules()), "its mode is not back"
         assert asked == [(10, 1, 9, 0)], "one response each, and greedy by default"
         assert row.pop("eval_reward_interval") == pytest.approx((0.3127, 0.8318), abs=1e-4)
         assert row.pop("eval_last_number_interval") == pytest.approx((0.4902, 0.9433), abs=1e-4)
@@ -279,17 +281,6 @@ class TestEvaluation:
         texts = [result["response"] for result in results]
         groups = [len(set(texts[i:i + 3])) for i in range(0, 15, 3)]
         assert max(groups) == (1 if temperature == 0 else 3)
-
-    @pytest.mark.parametrize("mode", [True, False])
-    def test_is_without_dropout_and_leaves_the_model_in_its_mode(self, fresh, mode):
-        def sample(*arguments):
-            assert not any(module.training for module in model.modules())
-            return train_math.sample(*arguments)
-
-        model, _ = fresh
-        model.train(mode)
-        train_math.evaluate(*fresh, sums(2), settings(), reward=parity_reward, sample=sample)
-        assert all(module.training is mode for module in model.modules())
 
     @pytest.mark.parametrize("change", [
         lambda rows: rows[::-1],
