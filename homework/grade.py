@@ -3,7 +3,7 @@ r"""Hand-outs and grades of the first two homeworks: the maths (gspo.py), the lo
     python -m homework.grade maths --handout FOLDER        my_gspo.py, its tests, a sheet
     python -m homework.grade loop --handout FOLDER         train_math.py with four blanks, the same
     python -m homework.grade maths --grade FILES           the grades of a class: a row per file
-    python -m homework.grade loop --grade FILES            the same of the second homework
+    python -m homework.grade loop --grade FILES --json     the same, with a JSON object per line
     python -m homework.grade maths --handout FOLDER gspo_loss    a short form: one blank function
     python -m homework.grade maths --grade FILES gspo_loss       the grades of this short form
 
@@ -23,10 +23,15 @@ The loop: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of train_s
 count alike, by the same rule. If all four are correct, the whole step counts as a fifth part. The
 folder has the solution of the maths, gspo.py, so hand out this homework after the first one.
 
-The table shows the grade in percent, and for each part how many tests have passed. A remark says
-what to look at first, and why a file has no points. A file takes ten seconds. If a test ends the
-process, or does not end, its part loses its points, and the other parts are tested in a new
-process.
+The table shows the grade in percent, and for each part how many tests have passed. This is a row of
+--json, in which a pair is [tests passed, number of tests]:
+
+    {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
+     ..., "total maths": [80, 97], "total promises": [31, 65], "remark": "..."}
+
+A remark says what to look at first, and why a file has no points. A file takes ten seconds. If a
+test ends the process, or does not end, its part loses its points, and the other parts are tested in
+a new process.
 
 The grader does not protect you from a malicious file, which runs with your rights. Use a container
 if this matters. Nor does it prove that a file is honest. A remark names words that an honest
@@ -54,6 +59,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MINUTES = 15                       # limit of time for one process; most files take ten seconds
+BYTES = 4 * 2 ** 30                # limit of its memory
 COPIED = "the same code as in"
 WORDS = {  # an honest solution needs none of these, so a teacher should read a file that uses them
     "__import__", "_getframe", "_pytest", "ctypes", "environ", "eval", "exec", "gc", "importlib",
@@ -98,7 +104,11 @@ class Homework:
 
 
 def read_text(path):
-    return path.read_text(encoding="utf-8", errors="replace")
+    """The text of this file, "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 # ---- the first homework: the maths ---------------------------------------------------------------
@@ -297,7 +307,7 @@ def run_tests(homework, path, log, dead):
         process = subprocess.Popen(
             [*command, "-k", homework.select, str(homework.tests)], cwd=folder, env=environment,
             stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.DEVNULL,
-            start_new_session=True)
+            start_new_session=True, preexec_fn=limit_memory if os.name == "posix" else None)
         try:
             code = process.wait(60 * MINUTES)
         except subprocess.TimeoutExpired:
@@ -312,9 +322,15 @@ def run_tests(homework, path, log, dead):
         return printed.read().decode("utf-8", "replace"), code
 
 
+def limit_memory():
+    import resource
+    with suppress(ValueError, OSError):  # some systems cannot limit this
+        resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+
+
 def last_entry(log):
     """What homework/grader.py has written last: a part that it starts, or the grade."""
-    with suppress(OSError, ValueError, IndexError):  # a file may write there, too
+    with suppress(ValueError, IndexError):  # a file may write there, too
         entry = json.loads(read_text(log).splitlines()[-1])
         if isinstance(entry, dict):
             return entry
@@ -409,9 +425,11 @@ def points(results):
 
 def grade(homework, name, source, seen):
     """One row of the table. seen: {fingerprint: name} of the files that were graded before."""
-    row = {"file": name, "grade (%)": 0.0}
+    row = {"file": name, "grade": 0.0}
     if not source.strip():
-        return row | {"remark": "is empty"}
+        return row | {"remark": "is empty or cannot be read"}
+    if source.lstrip().startswith("{") and '"cells"' in source:
+        return row | {"remark": "is a Jupyter notebook: export it as a Python script (.py) first"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, Path(name).name)
         path.write_text(source, encoding="utf-8")
@@ -420,7 +438,7 @@ def grade(homework, name, source, seen):
     with suppress(SyntaxError, ValueError):
         remarks += remarks_on_source(homework, name, source, seen)
     if results:
-        row["grade (%)"] = round(results["grade"], 1)
+        row["grade"] = round(results["grade"], 1)
         row |= points(results)
         notes = {part: note for part, (_, note) in results["parts"].items() if note}
         blank = [part for part in notes if "still to be written" in notes[part]]
@@ -430,7 +448,7 @@ def grade(homework, name, source, seen):
     return row | {"remark": "; ".join(remarks)}
 
 
-def grade_class(homework, paths):
+def grade_class(homework, paths, as_json):
     """Prints a row for each file as soon as it is graded."""
     sources = [(str(path), read_text(path)) for path in paths]  # before the first one runs
     solved, problem = results_of(homework, homework.solution)
@@ -438,13 +456,18 @@ def grade_class(homework, paths):
         sys.exit(f"the tests cannot be run: {homework.solution.name} {problem}")
     most = {column: of for column, (_, of) in points(solved).items()}
     table = csv.writer(sys.stdout, lineterminator="\n")
-    head = [f"{column} (of {of})" for column, of in most.items()]
-    table.writerow(["file", "grade (%)", *head, "remark"])
+    if not as_json:
+        head = [f"{column} (of {of})" for column, of in most.items()]
+        table.writerow(["file", "grade (%)", *head, "remark"])
     seen = {}
     for name, source in sources:
         row = grade(homework, name, source, seen)
-        passed = [row.get(column, [0])[0] for column in most]
-        table.writerow([name, row["grade (%)"], *passed, row["remark"]])
+        found = {column: row.get(column, [0, of]) for column, of in most.items()}
+        if as_json:
+            print(json.dumps(row | found))
+        else:
+            passed = [pair[0] for pair in found.values()]
+            table.writerow([name, row["grade"], *passed, row["remark"]])
         sys.stdout.flush()
 
 
@@ -465,6 +488,7 @@ def main(argv=None):
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--handout", type=Path, metavar="FOLDER", help="write a hand-out to FOLDER")
     what.add_argument("--grade", action="store_true", help="grade FILES")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of CSV")
     flags = parser.parse_intermixed_args(argv)
     homework = LOOP
     blanks = ()
@@ -480,7 +504,8 @@ def main(argv=None):
     elif not files:
         sys.exit("--grade needs the files to grade, or their folder")
     else:
-        grade_class(homework, [path for name in files for path in files_of(homework, Path(name))])
+        paths = [path for name in files for path in files_of(homework, Path(name))]
+        grade_class(homework, paths, flags.json)
 
 
 if __name__ == "__main__":
