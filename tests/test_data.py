@@ -189,6 +189,7 @@ class TestHeldOutQuestions:
         (["login", "refund", "other"] * 19 + ["a", "b"],
          "11 questions are held out. So few show little"),
         (["login", "refund"] * 4, "1 questions are held out. So few"),
+        (["login", "refund", "other"] * 20, "note: 12 questions are held out\n"),
     ])
     def test_are_counted_and_a_common_answer_or_a_small_number_is_noted(
             self, tmp_path, capsys, answers, words):
