@@ -343,3 +343,18 @@ def test_advantages_per_turn_leave_out_responses_without_any(tiny):
     batch.old_log_probs = train_math.response_log_probs(tiny[0], batch, 1.0).detach()
     row = train_math.rollout_metrics(rollout, minibatches, advantages, cfg)
     assert row["equal_reward_groups"] == 0.5
+
+
+def test_the_table_of_the_recipe_for_a_laptop_is_that_of_its_logs():
+    page = (TOP / "guides" / "own_task.md").read_text(encoding="utf-8")
+    logs = tables.logs("own_tasks")
+    rows = [line.split(" | ") for line in tables.own_tasks(logs).splitlines()[2:]]
+    assert len(rows) >= 5
+    for task, solutions, learning_rate, *cells, _, minutes in rows:
+        if solutions == "0":
+            line = " | ".join([task, *cells, minutes])
+        else:
+            line = " | ".join([task, learning_rate, *cells[1:4], cells[5]])
+        assert line in page
+    before, after = ([row["reward"] for row in logs[f"reviews_0/eval_{step}"]] for step in (0, 20))
+    assert f"rose from {sum(before) / 70:.1%} to {sum(after) / 70:.1%}" in page

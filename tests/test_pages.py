@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 
 import gspo
 import train_math
-from evidence import tables
 from tests.conftest import (
     SMOLLM2,
     TOP,
@@ -35,7 +34,7 @@ from tests.conftest import (
     weights_of,
     without_clocks,
 )
-from tools.logs import read, read_packed
+from tools.logs import read
 from tools.warm_up import given_rollout, tiny_tokenizer
 
 FOUND = [path.relative_to(TOP) for kind in ("md", "ipynb") for path in TOP.rglob(f"*.{kind}")]
@@ -174,20 +173,6 @@ def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
         assert cut == [len(response) == 60 for response in ids]
     assert {True, False} == {is_cut for _, _, cut in seen for is_cut in cut}
     assert rows[2]["eval_lengths"] == [len(response) for response in seen[-1][1]]
-
-
-def test_the_table_of_the_recipe_for_a_laptop_is_that_of_its_logs():
-    logs = read_packed(TOP / "evidence/logs/own_tasks.jsonl.gz")
-    rows = [line.split(" | ") for line in tables.own_tasks(logs).splitlines()[2:]]
-    assert len(rows) >= 5
-    for task, solutions, learning_rate, *cells, _, minutes in rows:
-        if solutions == "0":
-            line = " | ".join([task, *cells, minutes])
-        else:
-            line = " | ".join([task, learning_rate, *cells[1:4], cells[5]])
-        assert line in text_of(OWN_TASK)
-    before, after = ([row["reward"] for row in logs[f"reviews_0/eval_{step}"]] for step in (0, 20))
-    assert f"rose from {sum(before) / 70:.1%} to {sum(after) / 70:.1%}" in text_of(OWN_TASK)
 
 
 def test_the_reward_of_the_front_page_accepts_a_word_and_a_sentence():
