@@ -133,6 +133,8 @@ RESPONSES = tokens("23. 4. 550. . 0. 34. 2. 503. 44. . 025. 3. 5. 20. . 433.")
 ADVANTAGES = torch.tensor([3, -1, -1, -1, 2, 2, -2, -2]).repeat(2) / 4
 TOKENS = torch.tensor([(response + [0, 0, 0])[:4] for response in RESPONSES])
 MASK = torch.arange(4) < torch.tensor([[len(response)] for response in RESPONSES])
+QUESTIONS = [{"question": ""}] * 4
+SIZE = {"group_size": 4, "prompts_per_step": 4, "minibatches": 2, "max_steps": 1}
 TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the logit of each word, whatever came before it
 
 
@@ -145,6 +147,29 @@ def rollout_of(prompts, responses):
         log_probs=torch.zeros(n, 4),
         texts=[""] * n,
         is_sampled=[[True] * len(response) for response in responses])
+
+
+def micro_batches(advantages):
+    """Two minibatches of eight responses, in micro-batches of up to three. Responses whose
+    advantage is 0 are left out, and so is a minibatch that has only such responses."""
+    minibatches = []
+    for minibatch in torch.arange(16).split(8):
+        minibatches.append([])
+        for rows in filter(len, minibatch[advantages[minibatch] != 0].split(3)):
+            first = torch.tensor([[PROMPTS[i][-1]] for i in rows.tolist()])
+            minibatches[-1].append(SimpleNamespace(
+                indices=rows.tolist(),
+                ids=torch.cat([first, TOKENS[rows]], dim=1),
+                mask=MASK[rows],
+                advantages=advantages[rows],
+                old_log_probs=None,
+                extra={}))
+    return [minibatch for minibatch in minibatches if minibatch]
+
+
+def old_log_probs_of(batch):
+    """These belong to no policy, so that the tests of phase 4 can recognise them."""
+    return -0.5 * batch.mask * (1 + torch.tensor(batch.indices)[:, None])
 
 
 def log_probs_of(weights, batch, temperature=1.0):
@@ -167,39 +192,32 @@ class Run:
     def __init__(self, number, advantages=ADVANTAGES, **settings):
         self.number = number
         self.policy = Table()
+        self.built = micro_batches(advantages)
         self.given = None    # what build_minibatches got
         self.asked = []      # (micro-batch, temperature) of each forward
         self.losses = []     # the arguments of each loss
         self.weights = []    # before each optimizer step
         self.gradients = []  # in each optimizer step
-        self.advantages = advantages
-        self.built = None    # what build_minibatches returned last, or the tests' own minibatches
+        if number == 4:
+            for batch in itertools.chain(*self.built):
+                batch.old_log_probs = old_log_probs_of(batch)
         optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
         optimizer.register_step_pre_hook(self.before_step)
-        size = {"group_size": 4, "prompts_per_step": 4, "minibatches": 2, "max_steps": 1}
-        cfg = loop.Settings(device="cpu", learning_rate=0.5, **size, **settings)
+        cfg = loop.Settings(device="cpu", **SIZE, **settings)
         self.rollout = rollout_of(PROMPTS, RESPONSES)
         algorithm = loop.ALGORITHMS["gspo"]._replace(
             loss=self.loss, advantages=lambda *_: advantages)
+        stubs = {"build_minibatches": self.build, "response_log_probs": self.log_probs}
         parts = loop.Parts(
-            sample=lambda *_: self.rollout,
-            reward=lambda **columns: [0.0] * 16,
-            build_minibatches=self.build,
-            response_log_probs=self.log_probs)
-        stubs = {
-            "build_minibatches": self.build,
-            "response_log_probs": self.log_probs,
-            "the_tests_make_them": self.make,
-        }
-        questions = [{"question": ""}] * 4
+            sample=lambda *_: self.rollout, reward=lambda **columns: [0.0] * 16, **stubs)
         try:
-            with (mock.patch.multiple(loop, create=True, **stubs),
+            with (mock.patch.multiple(loop, create=True, the_tests_make_them=self.build, **stubs),
                   mock.patch.dict(loop.ALGORITHMS, gspo=algorithm)):
                 self.locals = phase(number)(
-                    self.policy, None, optimizer, questions, 1, cfg, parts)
+                    self.policy, None, optimizer, QUESTIONS, 1, cfg, parts)
         except NameError as error:
             fail(f"{error} (phase 4 may use only `minibatches` of phase 3)")
-        if self.built is None:
+        if self.given is None:
             fail("phase 3 must call build_minibatches, which makes the minibatches")
 
     def value(self, name):
@@ -207,42 +225,8 @@ class Run:
             fail(f"the lines below phase {self.number} need the variable {name}")
         return self.locals[name]
 
-    @staticmethod
-    def micro_batches(advantages):
-        """Two minibatches of eight responses, in micro-batches of up to three. Responses whose
-        advantage is 0 are left out, and so is a minibatch that has only such responses."""
-        minibatches = []
-        for minibatch in torch.arange(16).split(8):
-            minibatch = minibatch[advantages[minibatch] != 0]
-            if len(minibatch) == 0:
-                continue
-            minibatches.append([])
-            for rows in minibatch.split(3):
-                first = torch.tensor([[PROMPTS[i][-1]] for i in rows.tolist()])
-                minibatches[-1].append(SimpleNamespace(
-                    indices=rows.tolist(),
-                    ids=torch.cat([first, TOKENS[rows]], dim=1),
-                    mask=MASK[rows],
-                    advantages=advantages[rows],
-                    old_log_probs=None,
-                    extra={}))
-        return minibatches
-
     def build(self, rollout, advantages, cfg, keeps_all=False):
         self.given = rollout, advantages
-        self.built = self.micro_batches(self.advantages)
-        return self.built
-
-    @staticmethod
-    def old_log_probs(batch):
-        return -0.5 * batch.mask * (1 + torch.tensor(batch.indices)[:, None])
-
-    def make(self, *_):
-        """The results of phase 3. These old log-probs belong to no policy, so that the tests can
-        recognise them."""
-        self.built = self.micro_batches(self.advantages)
-        for batch in itertools.chain(*self.built):
-            batch.old_log_probs = self.old_log_probs(batch)
         return self.built
 
     def log_probs(self, model, batch, temperature):
@@ -379,63 +363,52 @@ class TestResponseLogProbs:
         return log_probs
 
     @staticmethod
-    def logits(batch):
-        """The logits (b, L, V) of the tiny model."""
-        return tiny_qwen()(batch.ids).logits.detach()
+    def expected(batch, temperature=1.0, model=None):
+        """For each response token, a separate forward over the tokens before it."""
+        expected = torch.zeros(batch.mask.shape)
+        for i, t in batch.mask.nonzero().tolist():
+            logits = (model or tiny_qwen())(batch.ids[i:i + 1, :t + 1]).logits[0, -1]
+            expected[i, t] = (logits / temperature).log_softmax(dim=0)[batch.ids[i, t + 1]]
+        return expected
 
     def test_of_one_token_is_its_log_probability(self):
-        logits = self.logits(self.ONE)
-        before, at = logits[0].log_softmax(dim=-1)
+        logits = tiny_qwen()(self.ONE.ids).logits[0].detach()
+        before, at = logits.log_softmax(dim=-1)
         hint = "take log softmax of the logits, at the token that follows"
-        check(self.got(self.ONE), [[before[3]]], hint, 1e-4, mistakes=[
-            ([[logits[0, 0, 3]]], "this is the logit: log_softmax is missing"),
+        check(self.got(self.ONE), self.expected(self.ONE), hint, 1e-4, mistakes=[
+            ([[logits[0, 3]]], "this is the logit: log_softmax is missing"),
             ([[before[3].exp()]], "this is the probability: take its log"),
             ([[-before[3]]], "the sign is wrong: a log-prob is not above 0"),
             ([[at[3]]], "logits[:, t] predict ids[:, t + 1]: these logits are a position too late"),
             ([[before[2]]], "this is the log-prob of the token itself: take ids[:, 1:]")])
 
     def test_divides_the_logits_by_the_temperature(self):
-        logits = self.logits(self.ONE)[0, 0]
-        expected = (logits / 0.5).log_softmax(dim=-1)[3]
         hint = "divide the logits by the temperature, and then take log softmax"
-        check(self.got(self.ONE, 0.5), [[expected]], hint, 1e-4)
+        check(self.got(self.ONE, 0.5), self.expected(self.ONE, 0.5), hint, 1e-4)
 
     def test_predicts_each_token_from_those_before_it(self):
-        """A row of four tokens: three are predicted, and logits[:, t] predict ids[:, t + 1]."""
-        table = self.logits(self.ROW)[0].log_softmax(dim=-1)
-        ids = self.ROW.ids[0]
-        expected = [[table[t, ids[t + 1]] for t in range(3)]]
         hint = "logits[:, t] predict ids[:, t + 1]: logits[:, :-1] belong to ids[:, 1:]"
-        check(self.got(self.ROW), expected, hint, 1e-4)
+        check(self.got(self.ROW), self.expected(self.ROW), hint, 1e-4)
 
     def test_is_0_off_the_mask(self):
-        got = self.got(self.BATCH)
-        off = got[~self.BATCH.mask]
-        check(off, torch.zeros(len(off)), "the result must be 0 on the prompt and on padding", 0)
+        off = self.got(self.BATCH)[~self.BATCH.mask]
+        check(off, torch.zeros_like(off), "the result must be 0 on the prompt and on padding", 0)
 
     def test_is_that_of_each_row(self):
-        """Each response token is compared with a separate forward over the tokens before it."""
-        expected = self.token_by_token(tiny_qwen(), self.BATCH, 1.0)
-        check(self.got(self.BATCH), expected, "each log-prob must be in its row and column", 1e-4)
-
-    def token_by_token(self, model, batch, temperature):
-        expected = torch.zeros(3, 4)
-        for i, t in batch.mask.nonzero().tolist():
-            logits = model(batch.ids[i:i + 1, :t + 1]).logits[0, -1]
-            expected[i, t] = (logits / temperature).log_softmax(dim=0)[batch.ids[i, t + 1]]
-        return expected
+        hint = "each log-prob must be in its row and column"
+        check(self.got(self.BATCH), self.expected(self.BATCH), hint, 1e-4)
 
     def test_carries_the_gradient_to_the_model(self):
-        gradients = []
-        for log_probs in loop.response_log_probs, self.token_by_token:
-            model = tiny_qwen()
-            value = log_probs(model, self.BATCH, 1.0).sum()
-            if value.requires_grad:
-                value.backward()
-            gradients.append(model.get_input_embeddings().weight.grad)
-        if gradients[0] is None:
+        model = tiny_qwen()
+        first_layer = model.get_input_embeddings().weight
+        got = loop.response_log_probs(model, self.BATCH, 1.0).sum()
+        if got.requires_grad:
+            got.backward()
+        if first_layer.grad is None:
             fail("no gradient reaches the model's first layer: is something detached on the way?")
-        check(*gradients, "the gradient must go all the way down: is something detached?", 1e-3)
+        expected = self.expected(self.BATCH, model=model).sum()
+        hint = "the gradient must go all the way down: is something detached?"
+        check(first_layer.grad, *torch.autograd.grad(expected, first_layer), hint, 1e-3)
 
 
 class TestPhase3Remember:
@@ -508,7 +481,7 @@ class TestPhase4Update:
             if not got.log_probs.requires_grad:
                 fail("the first argument of the loss must be the new log-probs, with gradient")
             hint = "the old log-probs of the loss must be batch.old_log_probs of phase 3"
-            check(got.old, run.old_log_probs(batch), hint, 0)
+            check(got.old, old_log_probs_of(batch), hint, 0)
             hint = "the advantages of the loss must be batch.advantages"
             check(got.advantages, batch.advantages, hint, 0)
             check(got.mask, batch.mask, "the mask of the loss must be batch.mask", 0)
@@ -570,10 +543,8 @@ class TestWholeStep:
         optimizer = torch.optim.SGD(model.parameters())
         parts = loop.Parts(
             sample=lambda *_: rollout_of(PROMPTS, RESPONSES), reward=lambda **columns: rewards)
-        cfg = loop.Settings(device="cpu", group_size=4, prompts_per_step=4, minibatches=2,
-                            max_steps=1, epochs=2, learning_rate=0.1)
-        questions = [{"question": ""}] * 4
-        row = loop.train_step(model, None, optimizer, questions, 1, cfg, parts)
+        cfg = loop.Settings(device="cpu", epochs=2, learning_rate=0.1, **SIZE)
+        row = loop.train_step(model, None, optimizer, QUESTIONS, 1, cfg, parts)
         hint = "in the first minibatch, every ratio must be exactly 1"
         check(row["log_ratio_first_max"], 0.0, hint, 0)
         prompt = torch.tensor(PROMPTS[:1])
