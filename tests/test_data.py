@@ -15,6 +15,7 @@ from tests.conftest import parity_reward, refused, settings, sums
 ROWS = sums(15)
 HELD_OUT = (6, 12, 13)  # of 15 rows in one file
 SPLIT = [row for i, row in enumerate(ROWS) if i not in HELD_OUT], [ROWS[i] for i in HELD_OUT]
+PARTS = ROWS[:12], ROWS[12:]  # of a folder
 
 
 def lines(rows):
@@ -26,12 +27,12 @@ def csv(rows):
     return "question,answer\n" + "".join(cells)
 
 
-def parquet(rows, *more_names):
-    """more_names: further columns, with the values of the last one."""
-    columns = [[row[name] for row in rows] for name in rows[0]]
-    columns += columns[-1:] * len(more_names)
+def parquet(rows, *doubled):
+    """doubled: columns that are in it twice."""
+    table = pyarrow.Table.from_pylist(rows)
+    for name in doubled:
+        table = table.append_column(name, table[name])
     file = io.BytesIO()
-    table = pyarrow.table(columns, names=[*rows[0], *more_names])
     pyarrow.parquet.write_table(table, file)
     return file.getvalue()
 
@@ -51,31 +52,22 @@ def load(path, reward=None, **changes):
 
 TRAIN = lines(ROWS[:12])
 TEST = lines(ROWS[12:])
-FILES = {
-    "lines": {"q.jsonl": lines(ROWS)},
-    "a list": {"q.json": json.dumps(ROWS)},
-    "a list after white space": {"q.json": "\ufeff\r\n " + json.dumps(ROWS, indent=2)},
+ACCEPTED = {  # a file, or a folder with a train part and a test part
+    "lines": {"q.jsonl": "\ufeff" + lines(ROWS) + "\n  \n"},
     "lines in .json": {"q.json": lines(ROWS)},
-    "a byte order mark and blank lines": {"q.jsonl": "\ufeff" + lines(ROWS) + "\n  \n"},
-    "commas": {"q.csv": csv(ROWS)},
-    "a byte order mark": {"q[0].csv": "\ufeff" + csv(ROWS)},
-    "capitals": {"q.CSV": csv(ROWS)},
+    "a list": {"q.json": "\ufeff\r\n " + json.dumps(ROWS, indent=2)},
+    "commas": {"q[0].CSV": "\ufeff" + csv(ROWS)},
     "a table": {"q.parquet": parquet(ROWS)},
-}
-FOLDERS = {
-    "metadata files": {"train.jsonl": TRAIN, "test.jsonl": TEST, "dataset_infos.json": "{}"},
-    "hidden files": {"train.jsonl": TRAIN, "test.jsonl": TEST, "._train.jsonl": b"\0\5"},
+    "metadata and hidden files": {
+        "train.jsonl": TRAIN, "test.jsonl": TEST, "dataset_infos.json": "{}",
+        "._train.jsonl": b"\0\5"},
     "the name of the data": {"sums_train.jsonl": TRAIN, "sums-test.jsonl": TEST},
-    "two kinds": {"train.csv": csv(ROWS[:12]), "val.parquet": parquet(ROWS[12:])},
-    "validation": {"train.jsonl": TRAIN, "validation.jsonl": TEST},
+    "two kinds": {"train.csv": csv(ROWS[:12]), "validation.parquet": parquet(ROWS[12:])},
     "test and validation": {"train.jsonl": TRAIN, "test.jsonl": TEST, "dev.jsonl": TRAIN},
-    "the old name of a part": {"Training.JSONL": TRAIN, "valid.jsonl": TEST},
-    "shards": {
-        "train-00000-of-00002.parquet": parquet(ROWS[:6]),
-        "train-00001-of-00002.parquet": parquet(ROWS[6:12]),
-        "test-00000-of-00001.parquet": parquet(ROWS[12:])},
-    "a folder of the hub": {
-        "data/train-00000-of-00001.parquet": parquet(ROWS[:12]),
+    "other names of the parts": {"Training.JSONL": TRAIN, "valid.jsonl": TEST},
+    "shards from the hub": {
+        "data/train-00000-of-00002.parquet": parquet(ROWS[:6]),
+        "data/train-00001-of-00002.parquet": parquet(ROWS[6:12]),
         "data/test-00000-of-00001.parquet": parquet(ROWS[12:])},
 }
 REFUSED = {  # with the default reward: the files, and the words of the line
@@ -96,7 +88,6 @@ REFUSED = {  # with the default reward: the files, and the words of the line
         ["q.csv", "not in UTF-8. Save it as 'CSV UTF-8'"]),
     "semicolons": ({"q.csv": "question;answer\nWie, was?;1\n"}, ["q.csv", "Save it with commas"]),
     "another kind": ({"q.txt": TRAIN}, ["must end in .jsonl, .json, .csv"]),
-    "a number instead of a row": ({"q.jsonl": TEST + "5\n"}, ["row 4", "5"]),
     "other names of columns": (
         {"q.jsonl": '{"problem": "?", "solution": "1"}\n'}, ["row 1 needs a question"]),
     "a list of numbers": ({"q.json": "[1, 2]"}, ["q.json: row 1", "form"]),
@@ -122,22 +113,17 @@ REFUSED = {  # with the default reward: the files, and the words of the line
 
 
 class TestData:
-    @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
-    def test_in_a_file_are_read(self, tmp_path, files):
-        assert load(write(tmp_path, files), eval_size=3) == SPLIT
-
-    @pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
-    def test_in_a_folder_are_read(self, tmp_path, files):
-        for size in 0, 2, 3:
-            expected = ROWS[:12], ROWS[12:12 + size]
-            assert load(write(tmp_path, files), eval_size=size) == expected
+    @pytest.mark.parametrize("files", ACCEPTED.values(), ids=ACCEPTED)
+    def test_in_a_file_or_folder_are_read(self, tmp_path, files):
+        path = write(tmp_path, files)
+        assert load(path, eval_size=3) == (SPLIT if path.is_file() else PARTS)
 
     def test_of_save_to_disk_are_read(self, tmp_path):
-        whole, train, test = map(datasets.Dataset.from_list, (ROWS, ROWS[:12], ROWS[12:]))
+        whole, train, test = map(datasets.Dataset.from_list, (ROWS, *PARTS))
         whole.save_to_disk(tmp_path / "one")
         datasets.DatasetDict(train=train, validation=test).save_to_disk(tmp_path / "both")
         assert load(tmp_path / "one", eval_size=3) == SPLIT
-        assert load(tmp_path / "both") == (ROWS[:12], ROWS[12:])
+        assert load(tmp_path / "both") == PARTS
 
     @pytest.mark.parametrize("name, asked", [
         ({}, ("openai/gsm8k", "main")), ({"dataset": "some/maths"}, ("some/maths",))])
@@ -165,10 +151,9 @@ class TestData:
 
 
 class TestHeldOutQuestions:
-    @pytest.mark.parametrize("answers", [
-        ["login"] * 30 + ["refund"] * 30 + ["other"] * 30, ["login"] * 200 + ["refund"] * 100])
     def test_of_a_sorted_file_have_all_answers_and_are_the_same_for_each_seed_and_size(
-            self, tmp_path, answers):
+            self, tmp_path):
+        answers = ["login"] * 30 + ["refund"] * 30 + ["other"] * 30
         rows = [{"question": f"Ticket {i}?", "answer": answer} for i, answer in enumerate(answers)]
         path = write(tmp_path, {"q.csv": csv(rows)})
         questions, held_out = load(path, parity_reward, eval_size=512)
@@ -182,23 +167,17 @@ class TestHeldOutQuestions:
             assert all(row in held_out for row in few)
 
     @pytest.mark.parametrize("answers, words", [
-        (["login", "refund", "other"] * 30, "note: 18 questions are held out\n"),
         (["delivery"] * 90, "'delivery' is the answer to 100% of them"),
-        (["billing"] * 80 + ["refund"] * 10, "'billing' is the answer to"),
         (["Yes", "yes ", "no"] * 30, "'yes' is the answer to"),
-        (["login", "refund", "other"] * 19 + ["a", "b"],
-         "11 questions are held out. So few show little"),
-        (["login", "refund"] * 4, "1 questions are held out. So few"),
         (["login", "refund", "other"] * 20, "note: 12 questions are held out\n"),
+        (["login", "refund", "other"] * 19, "11 questions are held out. So few show little"),
+        (["login"] * 8, "1 questions are held out. So few"),  # one answer is always common
     ])
     def test_are_counted_and_a_common_answer_or_a_small_number_is_noted(
             self, tmp_path, capsys, answers, words):
         rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
-        path = write(tmp_path, {"q.csv": csv(rows)})
-        load(path, parity_reward, eval_size=512)
+        load(write(tmp_path, {"q.csv": csv(rows)}), parity_reward, eval_size=512)
         assert words in capsys.readouterr().out
-        load(path, parity_reward, eval_size=0)
-        assert "0 questions are held out, so nothing is evaluated" in capsys.readouterr().out
 
     def test_that_are_trained_on_are_left_out_and_counted(self, tmp_path, capsys):
         held_out = [*sums(2), {"question": "new?", "answer": "1"}, {"question": "?", "answer": "2"}]
@@ -210,7 +189,7 @@ class TestHeldOutQuestions:
         assert "2 held-out questions are left out" in shown
         assert "these parts of the data are not used: validation" in shown
 
-    @pytest.mark.parametrize("files", [{"test.jsonl": ""}, {"test.csv": "question,answer\n"}])
-    def test_that_are_missing_in_a_test_file_are_noted(self, tmp_path, capsys, files):
-        assert load(write(tmp_path, {"train.jsonl": TRAIN, **files})) == (ROWS[:12], [])
+    def test_that_are_missing_in_a_test_file_are_noted(self, tmp_path, capsys):
+        path = write(tmp_path, {"train.jsonl": TRAIN, "test.csv": "question,answer\n"})
+        assert load(path) == (ROWS[:12], [])
         assert "note: 0 questions are held out, so nothing is evaluated" in capsys.readouterr().out
