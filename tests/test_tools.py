@@ -1,10 +1,7 @@
 """The tools of tools/: logs, intervals, evaluate and plot."""
 
-import functools
-import inspect
 import itertools
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,14 @@ import train_math
 from evidence import compare, lesson_seeds, rounding
 from evidence import sums as evidence_sums
 from homework import find_the_bug
-from tests.conftest import one_line, parity_reward, rollout_of, sums, write_jsonl
+from tests.conftest import one_line, parity_reward, spy, sums, write_jsonl
 from tools import answers, evaluate, logs, plot, warm_up
 from tools.logs import mean_difference, mean_text, paired, read
+
+
+def nothing(*arguments, **more):
+    raise AssertionError("this must not be called")
+
 
 # ---- logs.py -------------------------------------------------------------------------------------
 
@@ -24,35 +26,29 @@ from tools.logs import mean_difference, mean_text, paired, read
 @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
 def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path, name):
     path = tmp_path / name
-    assert logs.read(path) == []
+    assert read(path) == []
     rows = [{"step": 0}, {"step": 1, "word": "−5"}]
     logs.write(path, rows)
     logs.append(path, {"step": 2})
-    assert logs.read(path) == [*rows, {"step": 2}]
+    assert read(path) == [*rows, {"step": 2}]
     data = path.read_bytes()
     if path.suffix == ".gz":
         assert data[:2] == b"\x1f\x8b"
         path.write_bytes(data[:-12])
-        assert logs.read(path)[:2] == rows
+        assert read(path)[:2] == rows
     else:
         path.write_bytes(data + '{"step": 3, "word": "−'.encode()[:-1])
         logs.append(path, {"step": 4})
-        assert logs.read(path) == [*rows, {"step": 2}, {"step": 4}]
+        assert read(path) == [*rows, {"step": 2}, {"step": 4}]
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "log.jsonl"
     logs.write(path, [{"step": 0}])
-
-    def half(path, data):
-        with open(path, "wb") as file:
-            file.write(data[:5])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(Path, "replace", nothing)
+    with pytest.raises(AssertionError):
         logs.write(path, [{"step": 1}])
-    assert path.read_text() == '{"step": 0}\n'
+    assert read(path) == [{"step": 0}]
 
 
 def test_packed_logs_come_out_as_they_went_in(tmp_path, capsys):
@@ -62,11 +58,11 @@ def test_packed_logs_come_out_as_they_went_in(tmp_path, capsys):
         logs.write(tmp_path / "runs" / f"{name}.jsonl", rows)
     packed = tmp_path / "all.jsonl"
     logs.main(["pack", str(tmp_path / "runs"), str(packed)])
-    assert logs.read(packed) == [{"log": name} | row for name in runs for row in runs[name]]
+    assert read(packed) == [{"log": name} | row for name in runs for row in runs[name]]
     logs.append(packed, {"log": "c", "same_as": "b"})
     logs.main(["unpack", str(packed), str(tmp_path / "out")])
     for name, rows in (runs | {"c": runs["b"]}).items():
-        assert logs.read(tmp_path / "out" / f"{name}.jsonl") == rows
+        assert read(tmp_path / "out" / f"{name}.jsonl") == rows
     with pytest.raises(SystemExit):
         logs.main(["unpack", str(tmp_path / "none.jsonl"), str(tmp_path / "out")])
     assert "none.jsonl does not exist" in capsys.readouterr().err
@@ -96,67 +92,37 @@ def test_a_mean_has_wilsons_interval_and_a_difference_student_s():
         mean_difference(more, shared[:5])
 
 
-@pytest.fixture
-def flags(world, tmp_path):
-    """Flags with which the tiny model answers three questions in three tokens."""
-    questions = tmp_path / "questions"
-    questions.mkdir()
-    write_jsonl(questions / "train.jsonl", sums(8))
-    write_jsonl(questions / "test.jsonl", sums(11)[8:])
-    model = str(world / "model")
-    return ["--model", model, "--dataset", str(questions), "--max_completion_length", "3",
-            "--device", "cpu"]
-
-
-def answered(path, rewards, **more):
-    """A file with a row for each (question, reward)."""
-    rows = [{"question": question, "reward": reward, "tokens": 5} | more
-            for question, reward in rewards]
-    return write_jsonl(path, rows)
-
-
-def nothing(*arguments, **more):
-    raise AssertionError("this must not be called")
-
-
 class TestEvaluate:
-    def test_keeps_the_answers_and_asks_nothing_twice(self, flags, tmp_path, monkeypatch, capsys):
+    def test_keeps_the_answers_and_asks_nothing_twice(self, command, tmp_path, monkeypatch, capsys):
+        _, held_out = train_math.load_questions(train_math.parse_settings(command))
         path = tmp_path / "new" / "folder" / "before.jsonl"
-        evaluate.main([str(path), *flags])
-        evaluate.main([str(path), *flags, "--temperature", "0", "1", "1"])
+        evaluate.main([str(path), *command])
+        evaluate.main([str(path), *command, "--temperature", "0", "1", "1"])
         assert "each temperature is asked once" in capsys.readouterr().out
         first = read(path)
-        assert [row["temperature"] for row in first] == [0.0] * 3 + [1.0] * 3
-        assert [row["question"] for row in first] == [row["question"] for row in sums(11)[8:]] * 2
-        assert [row["gold"] for row in first] == ["8", "9", "10"] * 2
-        assert all(1 <= row["tokens"] <= 3 for row in first)
-        assert all(row["cut"] == (row["tokens"] == 3) for row in first)
-        evaluate.main([str(path), *flags, "--temperature", "1", "--samples", "4"])
+        assert [row["temperature"] for row in first] == [0.0] * 4 + [1.0] * 4
+        assert [row["question"] for row in first] == [row["question"] for row in held_out] * 2
+        assert [f"#### {row['gold']}" for row in first] == [row["answer"] for row in held_out] * 2
+        assert all(row["cut"] == (row["tokens"] == 6) for row in first)
+        evaluate.main([str(path), *command, "--temperature", "1", "--samples", "4"])
         rows = read(path)
-        assert rows[:6] == first
-        assert [row["sample"] for row in rows[3:]] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-        responses = {tuple(row["response"] for row in rows[i:i + 3]) for i in (3, 6, 9, 12)}
+        assert rows[:8] == first
+        assert [row["sample"] for row in rows[4:]] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+        responses = {tuple(row["response"] for row in rows[i:i + 4]) for i in (4, 8, 12, 16)}
         assert len(responses) == 4
-        monkeypatch.setattr(evaluate.train_math, "evaluate", nothing)
-        evaluate.main([str(path), *flags, "--temperature", "1", "--samples", "2"])
+        monkeypatch.setattr(train_math, "evaluate", nothing)
+        evaluate.main([str(path), *command, "--temperature", "1", "--samples", "2"])
         out = capsys.readouterr().out
         assert "| before | greedy, float32 |" in out
         assert "| before | at temperature 1.0, 4 samples, float32 |" in out
         assert "| temperature 1.0 | pass@1 | pass@2 | pass@4 | majority@4 |" in out
         assert read(path) == rows
 
-    def test_says_what_an_evaluation_of_a_run_says(self, flags, tmp_path, monkeypatch, capsys):
-        """All responses are the same, and three of four answers are 7."""
-        rows = [{"question": f"{i}?", "answer": f"#### {7 + i // 3}"} for i in range(4)]
-        write_jsonl(tmp_path / "questions" / "test.jsonl", rows)
-
-        def sample(model, tokenizer, questions, *others):
-            ids = [[1]] * len(questions)
-            return replace(rollout_of(ids, ids), questions=questions, texts=["no"] * len(questions))
-
-        ask = functools.partial(train_math.evaluate, sample=sample)
-        monkeypatch.setattr(train_math, "evaluate", ask)
-        evaluate.main([str(tmp_path / "before.jsonl"), *flags])
+    def test_says_what_an_evaluation_of_a_run_says(self, command, tmp_path, monkeypatch, capsys):
+        result = {"question": "1?", "response": "no", "reward": 0.0, "tokens": 1}
+        row = {"eval_reward": 0.0, "eval_best_constant": 0.75, "eval_results": [result] * 4}
+        monkeypatch.setattr(train_math, "evaluate", lambda *arguments, **more: row)
+        evaluate.main([str(tmp_path / "before.jsonl"), *command])
         out = capsys.readouterr().out
         assert "always the same answer has an accuracy of 75.0% at best" in out
         assert "note: 100% of the responses in this evaluation are the same: 'no'" in out
@@ -172,175 +138,153 @@ class TestEvaluate:
         assert evaluate.precision(model, 0.0, "cuda") == "float32"
         assert evaluate.precision(model, 1.0, "cpu") == "float32"
 
-    @pytest.mark.parametrize("name", ["", "file/after.jsonl", "file/more/after.jsonl", "a" * 250])
-    def test_refuses_a_file_that_cannot_be_written_first(self, flags, tmp_path, name, monkeypatch):
-        (tmp_path / "file").write_text("kept")
-        monkeypatch.setattr(train_math, "load_questions", nothing)
-        assert "cannot be written" in one_line(evaluate.main, tmp_path / name, *flags)
-        assert (tmp_path / "file").read_text() == "kept"
-
     def test_a_reward_that_needs_another_column_is_refused_after_one_question(
-            self, flags, tmp_path):
+            self, command, tmp_path):
         asked = []
-
-        def encode_prompts(tokenizer, questions, cfg):
-            asked.append(len(questions))
-            return train_math.encode_prompts(tokenizer, questions, cfg)
-
-        line = one_line(evaluate.main, tmp_path / "a.jsonl", *flags,
+        line = one_line(evaluate.main, tmp_path / "a.jsonl", *command,
                         reward=lambda prompts, completions, difficulty, **columns: [1.0],
-                        encode_prompts=encode_prompts)
-        assert "difficulty" in line and asked == [1]
+                        encode_prompts=spy(train_math.encode_prompts, asked))
+        assert "difficulty" in line and [len(arguments[1]) for arguments, *_ in asked] == [1]
 
     def test_refuses_answers_of_other_settings_rewards_or_models(
-            self, flags, tmp_path, monkeypatch):
+            self, command, tmp_path, monkeypatch):
         path = tmp_path / "before.jsonl"
-        answered(path, [("a?", 1)])
-        assert "or do not record it" in one_line(evaluate.main, path, *flags)
+        write_jsonl(path, rows_of("a", [1]))
+        assert "or do not record it" in one_line(evaluate.main, path, *command)
         path.unlink()
-        folder = shutil.copytree(flags[1], tmp_path / "model")
-        flags = [*flags, "--model", str(folder)]
-        evaluate.main([str(path), *flags])
+        folder = shutil.copytree(command[1], tmp_path / "model")
+        command = [*command, "--model", str(folder)]
+        evaluate.main([str(path), *command])
         rows = read(path)
         monkeypatch.setattr(train_math, "evaluate", nothing)
         for changed, named in (
                 ("--instruction=x", "instruction"), ("--system=x", "system"), ("--seed=1", "seed"),
                 ("--max_completion_length=2", "max_completion_length"),
                 ("--eval_size=2", "questions")):
-            line = one_line(evaluate.main, path, *flags, changed)
+            line = one_line(evaluate.main, path, *command, changed)
             assert f"{path} were asked with another {named}, or" in line
-        assert "another reward" in one_line(evaluate.main, path, *flags, reward=parity_reward)
-        line = one_line(evaluate.main, path, *flags, "--model", "other", "--temperature", "1")
+        assert "another reward" in one_line(evaluate.main, path, *command, reward=parity_reward)
+        line = one_line(evaluate.main, path, *command, "--model", "other", "--temperature", "1")
         assert f"{path} has answers of {folder}" in line
         for file in "model.safetensors", "chat_template.jinja":
             data = bytearray((folder / file).read_bytes())
             data[-20] ^= 1  # in the template, a letter
             (folder / file).write_bytes(data)
-            assert "another weights, or" in one_line(evaluate.main, path, *flags)
+            assert "another weights, or" in one_line(evaluate.main, path, *command)
             data[-20] ^= 1
             (folder / file).write_bytes(data)
-        evaluate.main([str(path), *flags])  # as before
+        evaluate.main([str(path), *command])  # as before
         assert read(path) == rows
 
-    def test_takes_the_settings_of_the_run_beside_the_model(self, flags, tmp_path, capsys):
+    def test_takes_the_settings_of_the_run_beside_the_model(self, command, tmp_path, capsys):
         run = tmp_path / "run"
-        shutil.copytree(flags[1], run / "model")
-        cfg = train_math.parse_settings([*flags, "--instruction=", "--system=Be short."])
+        shutil.copytree(command[1], run / "model")
+        cfg = train_math.parse_settings([*command, "--instruction=", "--system=Be short."])
         questions, _ = train_math.load_questions(cfg)
         write_jsonl(run / "metrics.jsonl", [
             {"step": 0, "settings": train_math.fingerprint(cfg, questions)}])
         path = tmp_path / "after.jsonl"
-        flags = ["--model", str(run / "model") + "/", "--device", "cpu"]
-        evaluate.main([str(path), *flags])
+        command = ["--model", str(run / "model") + "/", "--device", "cpu"]
+        evaluate.main([str(path), *command])
         out = capsys.readouterr().out
-        assert "--instruction='' --system='Be short.' --max_completion_length=3 --dataset=" in out
+        assert "--instruction='' --system='Be short.' --max_completion_length=6 --dataset=" in out
         assert "note: the run had" not in out
         assert read(path)[0]["settings"]["system"] == "Be short."
         others = write_jsonl(tmp_path / "all.jsonl", sums(11))
         path = tmp_path / "other.jsonl"
-        evaluate.main([str(path), *flags, "--system=No.", "--dataset", others])
+        evaluate.main([str(path), *command, "--system=No.", "--dataset", others])
         assert "note: the run had other training questions" in capsys.readouterr().out
         assert read(path)[0]["settings"]["system"] == "No."
 
-    def test_compares_each_file_with_the_first(self, tmp_path, capsys):
+    @pytest.mark.parametrize("words, message", [
+        ("new FLAGS --model no/such", "--model no/such"),
+        ("new FLAGS --dataset no/such", "--dataset no/such"),
+        ("new FLAGS --samples 0", "--samples at least 1"),
+        ("new FLAGS --temperature -1", "--temperature must be at least 0"),
+        ("new FLAGS --temperature inf", "--temperature must be at least 0"),
+        ("new FLAGS --temperature 0 1 --samples 2", "--samples needs a --temperature above 0"),
+        ("new --eval_size 3", "these flags need --model: --eval_size 3"),
+        ("new ./new", "the same file is given twice"),
+        ("new", "new does not exist"),
+        ("empty", "empty has no answers")])
+    def test_refuses_missing_files_and_impossible_flags(
+            self, command, tmp_path, monkeypatch, capsys, words, message):
+        monkeypatch.chdir(tmp_path)
+        Path("empty").touch()
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main(words.replace("FLAGS", " ".join(command)).split())
+        assert message in f"{stop.value} {capsys.readouterr().err}"
+
+
+# ---- answers.py ----------------------------------------------------------------------------------
+
+
+def rows_of(questions, rewards, **more):
+    """A row for each question, which has one letter."""
+    return [{"question": question, "reward": reward, "tokens": 5} | more
+            for question, reward in zip(questions, rewards)]
+
+
+def sampled(n, *correct):
+    """Rows of which the first `correct[i]` of n responses to question i are correct."""
+    return [{"question": f"{i}?", "reward": sample < c, "tokens": 5, "temperature": 1.0,
+             "sample": sample, "last_number": sample < c,
+             "response": "#### 1" if sample < c else f"#### {sample + 2}"}
+            for sample in range(n) for i, c in enumerate(correct)]
+
+
+class TestTables:
+    @pytest.fixture
+    def printed(self, tmp_path, capsys):
+        """What evaluate.py prints for the rows of several models."""
+        def printed(**models):
+            evaluate.main([write_jsonl(tmp_path / f"{name}.jsonl", rows)
+                           for name, rows in models.items()])
+            return capsys.readouterr().out
+        return printed
+
+    def test_compare_each_file_with_the_first(self, printed):
         """The second file is an evaluation of train_math.py with another reward: its questions are
         in another order, and it has no last number."""
-        rows = [{"question": i, "reward": i > 1, "tokens": 5} for i in range(4)]
-        before = [row | {"last_number": row["question"] < 3} for row in rows]
-        after = [row | {"reward": 1} for row in reversed(rows)]
-        evaluate.main([write_jsonl(tmp_path / "before.jsonl", before),
-                       write_jsonl(tmp_path / "after.jsonl", after)])
-        out = capsys.readouterr().out
+        before = rows_of("abc", [0, 0, 1], last_number=1) + rows_of("d", [1], last_number=0)
+        out = printed(before=before, after=rows_of("dcba", [1] * 4))
         assert "| before | greedy | 2 of 4, 50.0% (15.0% to 85.0%) | 75.0% | - | - |" in out
         assert "| after | greedy | 4 of 4, 100.0% (51.0% to 100.0%) | - | +50.0% (" in out
-        with pytest.raises(ValueError, match="different questions"):
-            answers.difference(before, after[1:], 0.0)
 
     @pytest.mark.parametrize("before, after, other, message", [
         ("ab", "ac", {}, "2 and 2, of which 1 are the same"),
         ("ab", "abc", {}, "2 and 3, of which 2 are the same"),
+        ("ab", "a", {}, "2 and 1, of which 1 are the same"),
         ("aab", "abb", {}, "3 and 3, of which 2 are the same"),
         ("a", "a", {"gold": "4"}, "the gold answers 3 and 4"),
-        ("a", "a", {"temperature": 1.0}, "temperatures [0.0], and after at [1.0]"),
+        ("a", "a", {"temperature": 1.0}, r"temperatures \[0.0\], and after at \[1.0\]"),
     ])
-    def test_refuses_to_compare_other_questions_or_temperatures(
-            self, tmp_path, before, after, other, message):
-        files = []
-        for name, questions, more in ("before", before, {}), ("after", after, other):
-            columns = {"gold": "3", "temperature": 0.0} | more
-            rewards = [(question, 1) for question in questions]
-            files.append(answered(tmp_path / f"{name}.jsonl", rewards, **columns))
-        assert message in one_line(evaluate.main, *files)
+    def test_refuse_other_questions_and_temperatures(
+            self, printed, before, after, other, message):
+        columns = {"gold": "3", "temperature": 0.0}
+        with pytest.raises(SystemExit, match=message):
+            printed(before=rows_of(before, [1] * 3, **columns),
+                    after=rows_of(after, [1] * 3, **columns | other))
 
-    def test_a_graded_reward_has_means_without_percent_signs(self, tmp_path, capsys):
-        files = [answered(tmp_path / "before.jsonl", [("a", 0.5), ("b", 0.25), ("c", 1)]),
-                 answered(tmp_path / "after.jsonl", [("c", 2), ("b", 0.75), ("a", 1.5)])]
-        evaluate.main(files)
-        out = capsys.readouterr().out
+    @pytest.mark.parametrize("row", [
+        {"reward": 1}, {"question": "a", "reward": None}, {"question": "a", "reward": "1"},
+        {"question": ["a"], "reward": 1}, {"question": "a", "reward": float("nan")}, [1]])
+    def test_refuse_a_row_without_a_question_or_a_reward(self, printed, row):
+        with pytest.raises(SystemExit, match="row 2 of .* needs a question, and a number as"):
+            printed(a=[*rows_of("b", [1]), row])
+
+    def test_have_means_without_percent_signs_for_a_graded_reward(self, printed):
+        out = printed(before=rows_of("abc", [0.5, 0.25, 1]), after=rows_of("cba", [2, 0.75, 1.5]))
         assert "%" not in out.replace("95%", "")
         # Of 0 to 1, an interval ends at 1. The gains are 1, 0.5, 1: 1.96 * 0.2357 / sqrt(3).
         assert "| before | greedy | 0.583 (0.151 to 1.000) | - | - | - |" in out
         assert "| 1.417 (0.705 to 2.129) | - | +0.833 (+0.567 to +1.100) | - |" in out
 
-    @pytest.mark.parametrize("row", [
-        {"reward": 1}, {"question": "a", "reward": None}, {"question": "a", "reward": "1"},
-        {"question": ["a"], "reward": 1}, {"question": "a", "reward": float("nan")}, [1]])
-    def test_a_missing_column_is_refused_in_one_line(self, tmp_path, row):
-        path = write_jsonl(tmp_path / "a.jsonl", [{"question": "b", "reward": 1}, row])
-        message = f"row 2 of {path} needs a question, and a number as reward"
-        assert message in one_line(evaluate.main, path)
-
-    def test_refuses_missing_files_and_impossible_flags(self, flags, tmp_path, capsys):
-        path = str(tmp_path / "before.jsonl")
-        assert "--model no/such" in one_line(evaluate.main, path, *flags, "--model", "no/such")
-        assert "--dataset no/such" in one_line(evaluate.main, path, *flags, "--dataset", "no/such")
-        for wrong, message in (
-                (["--eval_size", "3"], "these flags need --model: --eval_size 3"),
-                ([path], "the same file is given twice"),
-                ([*flags, "--samples", "4"], "--samples needs a --temperature above 0"),
-                ([*flags, "--temperature", "0", "1", "--samples", "2"], "--samples needs a"),
-                ([*flags, "--samples", "0"], "--samples at least 1"),
-                ([*flags, "--temperature", "-1"], "--temperature must be at least 0"),
-                ([*flags, "--temperature", "nan"], "--temperature must be at least 0")):
-            with pytest.raises(SystemExit):
-                evaluate.main([path, *wrong])
-            assert message in capsys.readouterr().err
-        assert f"{path} does not exist" in one_line(evaluate.main, path)
-        (tmp_path / "before.jsonl").touch()
-        assert f"{path} has no answers" in one_line(evaluate.main, path)
-
-
-class TestSamples:
-    def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(self):
-        for correct, k in itertools.product(range(6), range(1, 6)):
-            responses = [1] * correct + [0] * (5 - correct)
-            found = [max(some) for some in itertools.combinations(responses, k)]
-            assert answers.pass_at(k, correct, 5) == pytest.approx(sum(found) / len(found))
-
-    @pytest.mark.parametrize("given, expected", [
-        ("7:1 7:1 8:0", 1), ("8:0 7:1 8:0", 0), ("7:1 8:0", 1 / 2), ("7:1 8:0 9:0", 1 / 3),
-        (":0 :0 7:1", 1), (":0 :0", 0), ("7:1 7:0 8:0", 1 / 2)])
-    def test_the_majority_has_the_most_votes(self, given, expected):
-        """given: the answer and the reward of each response."""
-        votes = [vote.split(":") for vote in given.split()]
-        group = [{"extracted": answer, "reward": int(reward)} for answer, reward in votes]
-        assert answers.majority(group) == pytest.approx(expected)
-
-    def sampled(self, path, correct, n):
-        """A file in which the first `correct[i]` of n responses to question i are correct."""
-        rows = [{"question": f"{i}?", "reward": sample < c, "tokens": 5, "temperature": 1.0,
-                 "sample": sample, "last_number": sample < c,
-                 "response": "#### 1" if sample < c else f"#### {sample + 2}"}
-                for sample in range(n) for i, c in enumerate(correct)]
-        return write_jsonl(path, rows)
-
-    def test_are_compared_question_by_question(self, tmp_path, capsys):
-        before = self.sampled(tmp_path / "before.jsonl", [1, 0, 2, 0], 4)
-        after = self.sampled(tmp_path / "after.jsonl", [4, 0, 4, 4], 4)
-        fewer = self.sampled(tmp_path / "fewer.jsonl", [2, 0, 2, 2], 2)
-        evaluate.main([before, after])
-        evaluate.main([after, fewer])  # of the first file, only two samples count
-        out = capsys.readouterr().out
+    def test_compare_several_samples_question_by_question(self, printed):
+        """Of a file with more samples than the other one, only the first ones count."""
+        after = sampled(4, 4, 0, 4, 4)
+        out = printed(before=sampled(4, 1, 0, 2, 0), after=after)
+        out += printed(after=after, fewer=sampled(2, 2, 0, 2, 2))
         # pass@2 is (1/2 + 5/6) / 4; the majority ties 1 of 4 votes, then wins with 2 of 4.
         for line in (
                 "| before | at temperature 1.0, 4 samples | 18.8% (0.0% to 42.2%) |",
@@ -352,96 +296,95 @@ class TestSamples:
                 "| after | 75.0% (30.1% to 95.4%) |"):
             assert line in out
 
-    def test_need_several_answers_that_are_correct_or_wrong(self, tmp_path, capsys):
-        before = self.sampled(tmp_path / "before.jsonl", [1, 0], 4)
-        single = self.sampled(tmp_path / "single.jsonl", [1, 0], 1)
-        evaluate.main([before, single])
-        assert "pass@k needs several samples in each file" in capsys.readouterr().out
-        rows = [row | {"reward": row["reward"] / 2} for row in read(Path(before))]
-        evaluate.main([write_jsonl(tmp_path / "graded.jsonl", rows)])
-        assert "rewards that are only 0 and 1" in capsys.readouterr().out
+    def test_of_pass_at_k_need_several_samples_that_are_correct_or_wrong(self, printed):
+        several = sampled(4, 1, 0)
+        out = printed(several=several, single=sampled(1, 1, 0))
+        assert "pass@k needs several samples in each file" in out
+        graded = [row | {"reward": row["reward"] / 2} for row in several]
+        assert "rewards that are only 0 and 1" in printed(graded=graded)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response():
+    for correct, k in itertools.product(range(6), range(1, 6)):
+        responses = [1] * correct + [0] * (5 - correct)
+        found = [max(some) for some in itertools.combinations(responses, k)]
+        assert answers.pass_at(k, correct, 5) == pytest.approx(sum(found) / len(found))
+
+
+@pytest.mark.parametrize("given, expected", [
+    ("7:1 7:1 8:0", 1), ("8:0 7:1 8:0", 0), ("7:1 8:0", 1 / 2), ("7:1 8:0 9:0", 1 / 3),
+    (":0 :0 7:1", 1), (":0 :0", 0), ("7:1 7:0 8:0", 1 / 2)])
+def test_the_majority_has_the_most_votes(given, expected):
+    """given: the answer and the reward of each response."""
+    votes = [vote.split(":") for vote in given.split()]
+    group = [{"extracted": answer, "reward": int(reward)} for answer, reward in votes]
+    assert answers.majority(group) == pytest.approx(expected)
 
 
 # ---- commands that write after long work ---------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["", "file/after.jsonl", "file/more/after.jsonl", "a" * 250])
+def test_a_path_that_cannot_be_written_is_refused(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="cannot be written"):
+        logs.make_writable(tmp_path / name)
+
+
 @pytest.mark.parametrize("module, argv", [
-    (plot, "LOGS --output OUT"), (logs, "pack LOGS OUT"),
-    (logs, "unpack LOGS/metrics.jsonl OUT"), (lesson_seeds, "report"), (find_the_bug, "--all"),
-    (find_the_bug, "--handout OUT --seed 1"), (compare, "world --log OUT"),
-    (rounding, "--gsm8k x --output_dir OUT"), (evidence_sums, "--output_dir OUT --device cpu")])
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-        module, argv, tmp_path, monkeypatch):
-    """A file stands where the folder of the output would be, and in place of the folder runs."""
-    blocked = tmp_path / "runs" / "out"
-    blocked.parent.write_text("a file is no folder")
-    write_jsonl(tmp_path / "metrics.jsonl", [{"log": "x", "step": 0}])
-    for owner, name in ((plot, "draw"), (torch.optim.AdamW, "step"), (train_math, "load")):
-        monkeypatch.setattr(owner, name, nothing)
-    monkeypatch.setattr(lesson_seeds, "LOG", blocked)
+    (plot, ". --output runs/out"), (logs, "pack . runs/out"),
+    (logs, "unpack metrics.jsonl runs/out"), (evaluate, "runs/out --model x"),
+    (lesson_seeds, "report"), (compare, "world --log runs/out"), (find_the_bug, "--all"),
+    (find_the_bug, "--handout runs/out --seed 1"), (rounding, "--gsm8k x --output_dir runs/out"),
+    (evidence_sums, "--output_dir runs/out --device cpu")])
+def test_it_is_refused_before_the_work(module, argv, tmp_path, monkeypatch):
+    """A file stands in place of the folder runs."""
     monkeypatch.chdir(tmp_path)
-    flags = argv.replace("LOGS", str(tmp_path)).replace("OUT", str(blocked)).split()
-    monkeypatch.setattr("sys.argv", ["program", *flags])
-    takes_argv = inspect.signature(module.main).parameters
-    line = one_line(module.main if takes_argv else lambda argv: module.main(), *flags)
-    assert "cannot be written" in line
+    Path("runs").touch()
+    write_jsonl(Path("metrics.jsonl"), [{"log": "x", "step": 0}])
+    for owner, name in ((plot, "draw"), (torch.optim.AdamW, "step"), (train_math, "load"),
+                        (train_math, "load_questions")):
+        monkeypatch.setattr(owner, name, nothing)
+    monkeypatch.setattr(lesson_seeds, "LOG", Path("runs/out"))
+    monkeypatch.setattr("sys.argv", ["program", *argv.split()])
+    arguments = [argv.split()] if module is evidence_sums else []
+    with pytest.raises(SystemExit, match="cannot be written"):
+        module.main(*arguments)
 
 
 # ---- plot.py -------------------------------------------------------------------------------------
 
 
-def log(n, **more):
-    """Rows of a run's log, with an evaluation every second step."""
-    rows = [{"step": 0, "eval_reward": 0.2, "eval_reward_interval": [0.1, 0.3]}]
-    for step in range(1, n):
-        row = {"step": step, "reward": step / 10, "response_length": 5.0 * step,
-               "clip_fraction": 0.1 * step, "log_ratio_std": 0.01 * step}
-        if step % 2 == 0:
-            row["eval_reward"] = step / 9
-            row["eval_reward_interval"] = [step / 11, step / 8]
-        rows.append(row | more)
-    return rows
-
-
-def test_draws_reward_length_clip_and_spread(tmp_path, monkeypatch):
+def test_draws_reward_length_clip_and_spread(whole, monkeypatch):
     kept = []
-
-    class Figure(plot.Figure):
-        def savefig(self, *arguments, **more):
-            kept.append(self)
-            super().savefig(*arguments, **more)
-
-    monkeypatch.setattr(plot, "Figure", Figure)
-    rows = log(5)
+    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, *_, **more: kept.append(figure))
+    rows = read(whole / "metrics.jsonl")
+    still = [row | {"log_ratio_std": None} for row in rows]
     own_reward = [{"step": 0, "eval_reward": 2.5}]  # not 0 or 1: no interval
-    plot.draw({"gspo": rows, "still": log(5, log_ratio_std=None), "own": own_reward},
-              tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes()[1:4] == b"PNG"
-    names = ("reward", "response_length", "clip_fraction", "log_ratio_std")
+    plot.draw({"gspo": rows, "still": still, "own": own_reward}, "picture.png")
     axes = kept[0].axes
+    names = "reward", "response_length", "clip_fraction", "log_ratio_std"
     for axis, name in zip(axes, names, strict=True):
         drawn = axis.lines[0].get_xydata().tolist()
         assert drawn == [[row["step"], row[name]] for row in rows[1:]]
-    evaluated = [list(line.get_ydata()) for line in axes[0].lines[1:7]]
-    expected = [values for row in rows[::2]
-                for values in ([row["eval_reward"]], row["eval_reward_interval"])]
-    assert evaluated == expected
+    expected = []
+    for row in rows[::2]:
+        expected += [[row["eval_reward"]], row["eval_reward_interval"]]
+    drawn = [list(line.get_ydata()) for line in axes[0].lines]
+    assert drawn[1:9] == expected and drawn[-1] == [2.5]
     assert len(axes[3].lines[1].get_xdata()) == 0, "nothing where nothing was measured"
-    assert list(axes[0].lines[-1].get_ydata()) == [2.5]
 
 
-def test_pictures_several_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        Path(name).mkdir()
-        write_jsonl(Path(name, "metrics.jsonl"), log(4))
-    monkeypatch.setattr("sys.argv", ["plot.py", "a", "b", "--output", "two.png"])
-    plot.main()
-    assert Path("two.png").stat().st_size > 1000 and "two.png" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["plot.py", "a", "nowhere"])
+def test_pictures_several_runs_from_the_command_line(whole, tmp_path, monkeypatch, capsys):
+    picture = tmp_path / "two.png"
+    flags = ["plot.py", str(whole), str(tmp_path), "--output", str(picture)]
+    monkeypatch.setattr("sys.argv", flags)
     with pytest.raises(SystemExit):
         plot.main()
-    assert "no metrics.jsonl in nowhere" in capsys.readouterr().err
+    assert f"no metrics.jsonl in {tmp_path}" in capsys.readouterr().err
+    shutil.copy(whole / "metrics.jsonl", tmp_path)
+    plot.main()
+    assert picture.read_bytes()[1:4] == b"PNG" and "two.png" in capsys.readouterr().out
 
 
 def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
