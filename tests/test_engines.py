@@ -57,54 +57,54 @@ def loss_of(model, rows, denominator):
     return gspo_loss(log_probs, old, advantages, mask, denominator=denominator)
 
 
-def sharded(kind, mesh):
-    model = language_model()
-    if kind == "DDP":
-        return torch.nn.parallel.DistributedDataParallel(model)
-    for module in (model[1], model[3], model):
-        fully_shard(module, mesh=mesh)
-    return model
+def flat_gradient(loss, weights):
+    gradients = torch.autograd.grad(loss, weights, retain_graph=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def worker(rank, kind, folder):
-    """Saves the gradient of the rule, and that of the mean of the micro-batches' means."""
+    """Saves the gradient of this process's micro-batches."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    mine = SHARDS[rank]
-    responses = torch.tensor(float(sum(map(len, mine))))
+    model = language_model()
+    if kind == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (model[1], model[3], model):
+            fully_shard(module, mesh=mesh)
+    responses = torch.tensor(float(sum(map(len, SHARDS[rank]))))
     dist.all_reduce(responses)
-    for rule in "the rule", "mean of means":
-        model = sharded(kind, mesh)
-        for i, rows in enumerate(mine):
-            if kind == "DDP":
-                model.require_backward_grad_sync = i == len(mine) - 1
-            if rule == "the rule":  # gradients are averaged over ranks: so is the denominator
-                loss = loss_of(model, rows, responses.item() / 2)
-            else:
-                loss = loss_of(model, rows, None) / len(mine)
-            loss.backward()
-        grads = [p.grad for p in model.parameters()]
-        if kind == "FSDP2":
-            grads = [grad.full_tensor() for grad in grads]
-        torch.save(torch.cat([grad.flatten() for grad in grads]), f"{folder}/{rule}, {rank}")
+    for rows in SHARDS[rank]:
+        model.require_backward_grad_sync = rows == SHARDS[rank][-1]  # of DDP
+        loss_of(model, rows, responses.item() / 2).backward()
+    grads = [p.grad.full_tensor() if kind == "FSDP2" else p.grad for p in model.parameters()]
+    torch.save(torch.cat([grad.flatten() for grad in grads]), f"{folder}/{rank}")
     dist.barrier()
     os._exit(0)  # gloo's threads abort a usual exit now and then
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_two_processes_give_the_gradient_of_one(tmp_path, kind):
-    """The denominator is the number of responses in the step / ranks. The gradient of the mean of
-    micro-batch means differs by tens of percent."""
+    """Gradients are averaged over the ranks, so the denominator is the number of responses in the
+    step / ranks."""
     torch.multiprocessing.spawn(worker, (kind, str(tmp_path)), nprocs=2)
     model = language_model()
-    loss_of(model, list(range(ROWS)), ROWS).backward()
-    whole = torch.cat([p.grad.flatten() for p in model.parameters()])
+    whole = flat_gradient(loss_of(model, list(range(ROWS)), ROWS), list(model.parameters()))
     for rank in 0, 1:
-        right, wrong = (
-            (torch.load(tmp_path / f"{rule}, {rank}") - whole).norm() / whole.norm()
-            for rule in ("the rule", "mean of means"))
-        print(f"{kind}, rank {rank}: off by {right:.1e}; the mean of means by {wrong:.1e}")
-        assert right < 1e-7 and wrong > 0.2
+        assert (torch.load(tmp_path / f"{rank}") - whole).norm() < 1e-7 * whole.norm()
+
+
+def test_accelerate_divides_by_the_micro_batches_once_more():
+    """Rule 1 of the page: with denominator / micro-batches, the gradient is that of one batch."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
+    model = accelerator.prepare(language_model())
+    weights = list(model.parameters())
+    for rows in torch.arange(8).chunk(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, rows, 8 / 4))
+    got = torch.cat([p.grad.flatten() for p in weights])
+    torch.testing.assert_close(got, flat_gradient(loss_of(model, slice(8), 8), weights))
 
 
 def run_block(containing, **names):
@@ -153,11 +153,6 @@ def form_reward(completions, **columns):
     return [float(train_math.extract_answer(text) is not None) for text in completions]
 
 
-def flat_gradient(loss, weights):
-    gradients = torch.autograd.grad(loss, weights, retain_graph=True)
-    return torch.cat([gradient.flatten() for gradient in gradients])
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["", "truncated completions masked"])
 @pytest.mark.parametrize("more", [
     {}, {"steps_per_generation": 2, "num_iterations": 1}, {"gradient_accumulation_steps": 5}],
@@ -168,14 +163,13 @@ def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, masked
     block = run_block("class GSPOTrainer")
     seen = []
     on_policy = "num_iterations" in more
-    pasted = block["GSPOTrainer"]
     config = trl_config(tmp_path, **more, mask_truncated_completions=masked)
     for name in ("importance_sampling_level", "loss_type", "epsilon", "epsilon_high", "beta",
                  "top_k", "bf16"):
         ours = getattr(block["config"], name)
         assert ours == getattr(config, name), f"the page's {name} is another"
 
-    class Both(pasted):
+    class Both(block["GSPOTrainer"]):
         def _compute_loss(self, model, inputs):
             assert (inputs.get("old_per_token_logps") is None) == on_policy
             if len(seen) % 4:  # every second time, as in multi-turn runs: a tool wrote some tokens
@@ -185,37 +179,34 @@ def test_our_loss_in_trl_equals_trls_at_every_micro_batch(tmp_path, more, masked
             model.eval()  # where nothing is accumulated
             self.compare(model, inputs)
             model.train()
-            return pasted._compute_loss(self, model, inputs)
+            return super()._compute_loss(model, inputs)
 
         def compare(self, model, inputs):
             weights = list(model.parameters())
-            ours = pasted._compute_loss(self, model, inputs)
+            ours = super()._compute_loss(model, inputs)
             theirs = trl.GRPOTrainer._compute_loss(self, model, inputs)
             gradient = flat_gradient(theirs, weights)
+            assert abs(ours - theirs) < 1e-6
+            assert (flat_gradient(ours, weights) - gradient).abs().max() < 5e-6
             metrics = self._metrics["train" if model.training else "eval"]
             lengths = inputs["completion_mask"].sum(1)
             seen.append({
-                "loss": abs(ours - theirs).item(), "norm": gradient.norm().item(),
-                "gradient": (flat_gradient(ours, weights) - gradient).abs().max().item(),
-                "clipped": metrics["clip_ratio/region_mean"][-1],
-                "ours": metrics["clip_fraction"][-1],
+                "norm": gradient.norm().item(),
+                "clipped": metrics["clip_ratio/region_mean"][-1] * metrics["clip_fraction"][-1],
                 "accumulated": self.current_gradient_accumulation_steps,
-                "lengths": len(lengths.unique()), "empty": (lengths == 0).any().item(),
+                "lengths": len(lengths.unique()),
+                "empty": (lengths == 0).any().item(),
                 "padded": (inputs["prompt_mask"] == 0).any().item()})
 
     rewards = [train_math.correctness_reward, form_reward]
     model, tokenizer = tiny()
-    trainer = Both(model, rewards, config, questions(), processing_class=tokenizer)
-    trainer.train()
-    assert len(seen) >= 48 and max(s["norm"] for s in seen) > 0.1
-    assert max(s["lengths"] for s in seen) > 1 and any(s["padded"] for s in seen)
-    assert any(s["empty"] for s in seen) == masked
-    accumulated = {s["accumulated"] for s in seen}
-    assert len(accumulated) == (2 if "gradient_accumulation_steps" in more else 1)
-    for name in ("clipped", "ours"):
-        assert (max(s[name] for s in seen) > 0) != on_policy
-    assert max(s["loss"] for s in seen) < 1e-6
-    assert max(s["gradient"] for s in seen) < 5e-6
+    Both(model, rewards, config, questions(), processing_class=tokenizer).train()
+    values = {name: {row[name] for row in seen} for name in seen[0]}
+    assert len(seen) >= 48 and max(values["norm"]) > 0.1
+    assert max(values["lengths"]) > 1 and True in values["padded"]
+    assert (True in values["empty"]) == masked
+    assert len(values["accumulated"]) == (2 if "gradient_accumulation_steps" in more else 1)
+    assert (max(values["clipped"]) > 0) != on_policy
 
 
 def test_the_file_for_trl_trains_as_it_is_pasted(tmp_path, monkeypatch):
@@ -228,8 +219,7 @@ def test_the_file_for_trl_trains_as_it_is_pasted(tmp_path, monkeypatch):
     for part in model.bfloat16(), tokenizer:
         part.save_pretrained(tmp_path)
     asked = []
-    rows = datasets.Dataset.from_list([{"question": f"How many are {i}?", "answer": "#### 7"}
-                                       for i in range(32)])
+    rows = datasets.Dataset.from_list([{"question": "How many are 7?", "answer": "#### 7"}] * 32)
     load = transformers.AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained",
                         lambda name, **how: asked.append(name) or load(tmp_path, **how))
@@ -271,20 +261,13 @@ def test_our_trainer_refuses_what_is_not_gspo_before_it_loads_a_model(tmp_path, 
         run_block("class GSPOTrainer")["GSPOTrainer"]("no-model", form_reward, config, questions())
 
 
-def test_our_trainer_takes_the_arguments_of_trls():
-    """A reward may come from an environment. Without args, TRL takes its own defaults."""
+def test_our_trainer_refuses_trls_default_settings_an_auxiliary_loss_and_images(
+        tmp_path, monkeypatch):
+    """A reward may come from an environment, so there need not be a reward function."""
     trl = pytest.importorskip("trl")
     ours = run_block("class GSPOTrainer")["GSPOTrainer"]
-    theirs = inspect.signature(trl.GRPOTrainer.__init__).parameters
-    for name in ("reward_funcs", "args"):
-        assert inspect.signature(ours.__init__).parameters[name].default is theirs[name].default
     with pytest.raises(ValueError, match="GSPO needs args"):
-        ours("no-model", form_reward)
-
-
-def test_our_trainer_refuses_an_auxiliary_loss_and_images(tmp_path, monkeypatch):
-    trl = pytest.importorskip("trl")
-    ours = run_block("class GSPOTrainer")["GSPOTrainer"]
+        ours("no-model")
     model, tokenizer = tiny()
     arguments = model, form_reward, trl_config(tmp_path), questions()
     trainer = ours(*arguments, processing_class=tokenizer)
@@ -302,32 +285,11 @@ def test_our_trainer_knows_every_setting_that_trls_loss_reads():
     source = inspect.getsource(trl.GRPOTrainer._compute_loss)
     settings = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     read = settings.intersection(re.findall(r"self\.(?:args\.)?(\w+)", source))
-    unused = {name for name in read if name.startswith(("sapo_", "vespo_", "entropy_"))}
     of_other_losses = {"max_completion_length", "use_bias_correction_kl"}
     followed = {"epsilon_high", "steps_per_generation"}
     checked_elsewhere = {"use_vllm", "vllm_importance_sampling_correction", "router_aux_loss_coef"}
-    known = unused | of_other_losses | followed | checked_elsewhere | checked
-    assert read - known == set()
-
-
-def test_accelerate_divides_by_the_micro_batches_once_more():
-    """Rule 1 of the page: with denominator / micro-batches, the gradient is that of one batch."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
-    gradients = []
-    for micro_batches, denominator in ((1, 8), (4, 8 / 4), (4, 8)):
-        model = accelerator.prepare(language_model())
-        for rows in torch.arange(8).chunk(micro_batches):
-            with accelerator.accumulate(model):
-                loss = loss_of(model, rows, denominator)
-                if micro_batches == 1:
-                    loss.backward()
-                else:
-                    accelerator.backward(loss)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    one, right, wrong = gradients
-    torch.testing.assert_close(right, one)
-    torch.testing.assert_close(4 * wrong, one)
+    unknown = read - checked - of_other_losses - followed - checked_elsewhere
+    assert all(name.startswith(("sapo_", "vespo_", "entropy_")) for name in unknown), unknown
 
 
 def in_the_order_of_two_processes(batch):
@@ -400,11 +362,9 @@ def test_two_processes_of_trl_equal_one(tmp_path):
         done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     one, two, other = (torch.load(tmp_path / name) for name in ("one-0", "two-0", "two-1"))
-    off = (one["change"] - two["change"]).abs().max().item()
-    moved = one["change"].abs().max().item()
-    print(f"a weight moved by up to {moved:.3f}; two processes differ by up to {off:.1e}")
+    assert one["change"].abs().max() > 0.01
+    torch.testing.assert_close(one["change"], two["change"], atol=1e-6, rtol=0)
     assert torch.equal(two["change"], other["change"])
-    assert moved > 0.01 and off < 1e-6
     own = torch.stack([two["own"], other["own"]])
     assert (own[0] != own[1]).any() and own.max() > 0
     torch.testing.assert_close(two["logged"], own.mean(0), atol=1e-6, rtol=0)
@@ -431,11 +391,11 @@ def verl_loss(name, rows, info):
     return loss.item(), torch.autograd.grad(loss, new)[0]
 
 
-@pytest.mark.parametrize("info", [{}, {"dp_size": 2, "global_batch_size": 24}],
-                         ids=["one process", "two ranks"])
-@pytest.mark.parametrize("rows", [list(range(ROWS)), [5, 6, 7, 8]],
-                         ids=["all rows", "a micro-batch"])
-def test_our_loss_in_verl_equals_verls(info, rows):
+@pytest.mark.parametrize("rows, info", [
+    (list(range(ROWS)), {}),
+    ([5, 6, 7, 8], {"dp_size": 2, "global_batch_size": 24}),
+], ids=["one process", "a micro-batch on one of two ranks"])
+def test_our_loss_in_verl_equals_verls(rows, info):
     pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
     ours = run_block("gspo_paper")["gspo_paper"]
     loss, gradient = verl_loss("gspo_paper", rows, info)
