@@ -365,9 +365,10 @@ class TestResponseLogProbs:
     @staticmethod
     def expected(batch, temperature=1.0, model=None):
         """For each response token, a separate forward over the tokens before it."""
+        model = model or tiny_qwen()
         expected = torch.zeros(batch.mask.shape)
         for i, t in batch.mask.nonzero().tolist():
-            logits = (model or tiny_qwen())(batch.ids[i:i + 1, :t + 1]).logits[0, -1]
+            logits = model(batch.ids[i:i + 1, :t + 1]).logits[0, -1]
             expected[i, t] = (logits / temperature).log_softmax(dim=0)[batch.ids[i, t + 1]]
         return expected
 
