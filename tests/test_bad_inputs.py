@@ -4,6 +4,7 @@ Each ends the program, or the call, with one line that says what to look at. Dat
 refused are in test_data.py.
 """
 
+import copy
 import json
 import math
 import re
@@ -323,6 +324,18 @@ def test_a_model_that_does_not_fit_is_refused_in_the_trial(tiny, change, words):
         torch.manual_seed(0)
         with pytest.raises(ValueError, match=words):
             check(*tiny, questions)
+
+
+def test_a_sampler_of_ones_own_may_be_in_half_precision_but_not_another_model(tiny):
+    sampler = copy.deepcopy(tiny[0]).bfloat16()
+
+    def generate(model, *arguments):
+        return train_math.generate(sampler, *arguments)
+
+    check(*tiny, generate=generate)
+    sampler.lm_head.weight.data.mul_(20)
+    with pytest.raises(ValueError, match=DIFFER):
+        check(*tiny, generate=generate)
 
 
 @pytest.mark.parametrize("name", ["frozen", "bfloat16"])

@@ -85,6 +85,8 @@ PYTHON = {
     "an update under a condition": (
         f"p = dict({TRL})\nq = {{'epsilon': 1}}\nif x:\n    p.update(q)\nargs = GRPOConfig(**p)",
         NOTHING),
+    "an update that cannot be read": (
+        f"p = dict({TRL})\np.update(json.load(f))\nargs = GRPOConfig(**p)", NOTHING),
     "setattr in a loop": (
         f"args = GRPOConfig({TRL})\nfor k, v in x.items():\n    setattr(args, k, v)", NOTHING),
     "merged dicts": (
@@ -131,6 +133,8 @@ PYTHON = {
         "NAME = 'gspo'\n"
         "p = {'importance_sampling_level': 'sequence' if NAME == 'gspo' else 'token'}\n"
         f"args = GRPOConfig(**dict({TRL}), **p)", PAPER),
+    "an unknown choice": (
+        "a = GRPOConfig(importance_sampling_level='sequence' if x else 'token')", UNKNOWN_LEVEL),
     "any of several dicts": (
         f"C = {{'gspo': dict({TRL}), 'grpo': {{}}}}\nargs = GRPOConfig(**C[name])", NOTHING),
     "swift": ("rlhf_main(RLHFArguments(rlhf_type='grpo', importance_sampling_level='sequence', "
@@ -203,6 +207,18 @@ SHELL = {
     "a condition": ("if [ $1 = a ]; then\n L=gspo\nelse\n L=vanilla\nfi\n" + VERL.replace(
         "=gspo", "=$L"), NO_LEVEL),
     "an argument": (VERL.replace("low=3e-4", "low=$1"), NO_LOW),
+    "a loop": ("for L in gspo vanilla; do\n" + VERL.replace("=gspo", "=$L") + "\ndone", NO_LEVEL),
+    "a comment": ("python -m verl \\\n # actor_rollout_ref.actor.policy_loss.loss_mode=gspo \\\n "
+                  "actor_rollout_ref.actor.ppo_mini_batch_size=64 data.train_batch_size=256",
+                  ("token", "tokens", 4, 0.2, 0.2, "not_gspo")),
+    "a configuration file": (
+        "python a.py --config a.yaml --importance_sampling_level sequence", ONLY_LEVEL),
+    "slime": ("A=(\n   --advantage-estimator gspo\n   --eps-clip 3e-4\n   --eps-clip-high 4e-4\n)\n"
+              "R=(\n   --rollout-batch-size 32\n   --n-samples-per-prompt 8\n"
+              "   --global-batch-size 64\n)\npython3 train.py ${A[@]} ${R[@]}", PAPER),
+    "swift with Megatron": (
+        "megatron rlhf --rlhf_type grpo --micro_batch_size 1 --importance_sampling_level sequence "
+        "--epsilon 3e-4 --epsilon_high 4e-4 --steps_per_generation 4", PAPER),
     "OpenRLHF": (OPENRLHF + "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
                  "--rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size 256 "
                  "--eval.n_samples_per_prompt 2", PAPER),
@@ -237,6 +253,12 @@ SHELL = {
 }
 YAML = {
     "TRL": (TRL_YAML, PAPER),
+    "AReaL": ("actor:\n  importance_sampling_level: sequence\n  eps_clip: 0.0003\n  "
+              "eps_clip_higher: 4e-4\ncritic:\n  ppo_n_minibatches: 1\n  eps_clip: 0.2",
+              ("sequence", "tokens", 4, 3e-4, 4e-4, "other_mean")),
+    "NeMo-RL": ("loss_fn:\n  sequence_level_importance_ratios: true\n  token_level_loss: false\n  "
+                "ratio_clip_min: 3e-4\n  ratio_clip_max: 4e-4\ngrpo:\n  num_prompts_per_step: 64\n"
+                "  num_generations_per_prompt: 8\npolicy:\n  train_global_batch_size: 128", PAPER),
     "an unknown base": ("defaults: ../base.yaml\nloss_fn:\n  sequence_level_importance_ratios: on",
                         ONLY_LEVEL),
     "a base of an engine": ("defaults: [ppo_trainer, _self_]\n" + VERL_YAML, PAPER),
