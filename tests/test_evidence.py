@@ -315,8 +315,8 @@ def test_the_lesson_shows_numbers_of_the_logged_runs():
 
 
 def test_the_lesson_shows_where_gspo_has_no_advantage():
-    """The differences are those of tables.md, where some are GRPO minus GSPO. That of the stale
-    rollouts comes from the log."""
+    """The differences are those of tables.md, where some are GRPO minus GSPO. The differences with
+    stale rollouts come from the log."""
     page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8")
     section = page.partition("| case | compared with | models | difference |")[2]
     shown = re.findall(r"^\| .* \| ([+-]\d.*) \|$", section, re.MULTILINE)
@@ -333,14 +333,16 @@ def test_the_lesson_shows_where_gspo_has_no_advantage():
             text = text.translate(str.maketrans("+-", "-+"))
             text = re.sub(r"\((\S+) to (\S+)\)", r"(\2 to \1)", text)
         found.append(text)
-    rows = tables.by(tables.logs("measurements")["stale"], "age", "world")
-    ends = {name: [] for name in ("gspo", "grpo")}
-    for world in range(4):
-        for row in rows[4, world]:
-            if row["clip"][1] in (3e-4, 0.2):
-                ends[row["clip"][0]].append(row["accuracy"])
-    found.insert(-1, mean_difference(ends["gspo"], ends["grpo"]))
+    ends = {}
+    for row in sorted(tables.logs("measurements")["stale"], key=lambda row: row["world"]):
+        ends.setdefault((row["age"], *row["clip"][:2]), []).append(row["accuracy"])
+    stale = {(age, low): mean_difference(own, ends[age, "grpo", 0.2])
+             for (age, name, low), own in ends.items() if name == "gspo"}
+    found.insert(-1, stale[4, 3e-4])
     assert shown == found
+    numbers = [tuple(map(float, text.split(" ± "))) for text in stale.values()]
+    assert len(numbers) == 12 and all(mean < 0 for mean, _ in numbers)
+    assert sum(mean + half < 0 for mean, half in numbers) == 6, "the page says how many exclude 0"
 
 
 def test_advantages_per_turn_leave_out_responses_without_any(tiny):
