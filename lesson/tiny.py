@@ -1,4 +1,5 @@
-"""The small world: a task on which clipping visibly matters. It needs a CPU and about a minute.
+"""The small world: a task on which clipping visibly matters at the learning rate below. A run takes
+one or two minutes on a CPU.
 
     python -m lesson.tiny                                                  GSPO
     python -m lesson.tiny --algorithm grpo --output_dir runs/grpo          GRPO
@@ -49,14 +50,15 @@ before it together? Only last digits count. A short example, in which c stands f
   reasoning  c3+7=0b7+0=7a0+7=7
   answer     #### 7
 The questions of this run ask for 10 to 16 months, and 175 of them are held out.
-In each line below, cut is the fraction of responses that reach the length limit, and
-equal_reward_groups that of questions whose responses all have the same reward (no gradient).
+In each line below, cut is the fraction of responses that reach the length limit.
+equal_reward_groups is the fraction of questions whose responses all have the same reward, which
+have no gradient.
 eval_best_constant is the accuracy of giving the same answer to all questions. lesson/README.md
 explains the rest."""
 GREEDY = """\
-This is greedy decoding, which takes the most probable token each time. Its accuracy often runs
-ahead of the reward of sampled responses, because a token need only be a little more probable than
-others. In the last step, the reward of the sampled responses was {reward:.1%}."""
+This is greedy decoding, which takes the most probable token each time. Greedy accuracy is often
+higher than the reward of sampled responses, because a correct token need only be a little more
+probable than others. In the last step, the reward of the sampled responses was {reward:.1%}."""
 
 
 # ---- questions and worked answers ----------------------------------------------------------------

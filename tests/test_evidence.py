@@ -17,7 +17,7 @@ from evidence import compare, lesson_seeds, successors, sums, tables, tasks
 from gspo import clip_fraction, sequence_ratio
 from lesson import tiny
 from tests.conftest import TOP, one_line, rollout_of
-from tools.logs import read, write_packed
+from tools.logs import mean_difference, read, write_packed
 
 # ---- tables and pictures -------------------------------------------------------------------------
 
@@ -286,14 +286,20 @@ def test_the_lesson_shows_numbers_of_the_logged_runs():
     page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8").replace("\n", " ")
     runs = {name: rows for (name, _, seed), rows in lesson_seeds.runs_of("lesson").items()
             if seed == 0}
-    after = page.split("| step | `reward` | `response_length` | `eval_reward` | ")[1:]
-    for name, table in zip(("GSPO", "no clip"), after, strict=True):
-        shown = re.findall(r"\| (before|\d+) \| ([\d.]*)%? ?\| ([\d.]*) ?\| ([\d.]*)%? ?\|", table)
-        assert len(shown) >= 4
+    columns = {
+        "| step | `reward` | `response_length` | `eval_reward` | ": [
+            ("GSPO", "reward"), ("GSPO", "response_length"), ("GSPO", "eval_reward")],
+        "| step | `reward`, clip | `reward`, no clip | `eval_reward`, clip | ": [
+            (name, metric) for metric in ("reward", "eval_reward") for name in ("GSPO", "no clip")]}
+    for head, meaning in columns.items():
+        _, table = page.split(head)
+        cells = r" ([\d.]*)%? ?\|" * len(meaning)
+        shown = re.findall(rf"\| (before|\d+) \|{cells}", table.partition("|  ")[0] + "|")
+        assert len(shown) >= 5
         for step, *values in shown:
-            row = runs[name][0 if step == "before" else int(step)]
-            for metric, value in zip(("reward", "response_length", "eval_reward"), values):
+            for (name, metric), value in zip(meaning, values):
                 if value:
+                    row = runs[name][0 if step == "before" else int(step)]
                     times = 1 if metric == "response_length" else 100
                     assert f"{times * row[metric]:.1f}" == value, (name, step, metric)
     gspo, one = runs["GSPO"], runs["one update"]
@@ -303,9 +309,40 @@ def test_the_lesson_shows_numbers_of_the_logged_runs():
             f"after step 4, `eval_reward` is {one[4]['eval_reward']:.1%}",
             f"in step 16, `reward` is {one[16]['reward']:.1%}",
             f"`log_ratio_std` is {gspo[1]['log_ratio_std']:.3f}",
-            f"the reward of step 2 was only {gspo[2]['reward']:.1%}",
-            f"{clipped['GSPO']:.1%} of the tokens over all steps, and GRPO {clipped['GRPO']:.1%}"):
+            f"`log_ratio_std` is {runs['no clip'][1]['log_ratio_std']:.1f} instead of ",
+            f"GSPO clips {clipped['GSPO']:.1%} of the tokens, and GRPO {clipped['GRPO']:.1%}"):
         assert sentence in page
+
+
+def test_the_lesson_shows_where_gspo_has_no_advantage():
+    """The differences are those of tables.md, where some are GRPO minus GSPO. The differences with
+    stale rollouts come from the log."""
+    page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8")
+    section = page.partition("| case | compared with | models | difference |")[2]
+    shown = re.findall(r"^\| .* \| ([+-]\d.*) \|$", section, re.MULTILINE)
+    published = (tables.HERE / "tables.md").read_text(encoding="utf-8").splitlines()
+    found = []
+    for start, column, is_swapped in [
+            ("world | 6 | sampled", 7, False), ("world | 6 | sampled", 6, False),
+            ("long | 6 | greedy", 6, False), ("1 epoch, ranges chosen: GRPO", 2, True),
+            ("4 updates a rollout: GRPO", 2, True), ("short responses, 4 epochs: GRPO", 2, True),
+            ("5e-6 | greedy, 1319 test questions", 2, True)]:
+        (line,) = [line for line in published if line.startswith(f"| {start} | ")]
+        text = line.strip("| ").split(" | ")[column]
+        if is_swapped:
+            text = text.translate(str.maketrans("+-", "-+"))
+            text = re.sub(r"\((\S+) to (\S+)\)", r"(\2 to \1)", text)
+        found.append(text)
+    ends = {}
+    for row in sorted(tables.logs("measurements")["stale"], key=lambda row: row["world"]):
+        ends.setdefault((row["age"], *row["clip"][:2]), []).append(row["accuracy"])
+    stale = {(age, low): mean_difference(own, ends[age, "grpo", 0.2])
+             for (age, name, low), own in ends.items() if name == "gspo"}
+    found.insert(-1, stale[4, 3e-4])
+    assert shown == found
+    numbers = [tuple(map(float, text.split(" ± "))) for text in stale.values()]
+    assert len(numbers) == 12 and all(mean < 0 for mean, _ in numbers)
+    assert sum(mean + half < 0 for mean, half in numbers) == 6, "the page says how many exclude 0"
 
 
 def test_advantages_per_turn_leave_out_responses_without_any(tiny):
