@@ -203,7 +203,7 @@ def main(argv=None):
     draw({cfg.algorithm: read(output / "metrics.jsonl")}, picture,
          title=f"{cfg.algorithm.upper()}, world {args.world}: held-out accuracy {result}")
     print(f"a picture of the run: {picture}")
-    if cfg.algorithm == "gspo" and cfg.eps_high is None:
+    if args.world == 0 and not flags:
         print("next, the same run without the clip: "
               "python -m lesson.tiny --eps_low 1 --eps_high 1e9 --output_dir runs/no_clip")
     else:

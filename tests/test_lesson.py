@@ -160,7 +160,8 @@ def test_makes_a_world_once_and_never_an_incomplete_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags, clip_range", [
     (["--algorithm", "grpo"], (0.2, 0.267)),
-    (["--eps_low", "1", "--eps_high", "1e9"], (1, 1e9))])
+    (["--eps_low", "1", "--eps_high", "1e9"], (1, 1e9)),
+    (["--minibatches", "1"], (0.01, 0.0133))])
 def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range):
     folder = tmp_path / "run"
     small = SMALL | {"max_steps": 1, "minibatches": 4, "output_dir": folder}
@@ -173,6 +174,7 @@ def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range
     shown = capsys.readouterr().out
     assert "held-out accuracy before RL" in shown and "a picture of the run: " in shown
     assert "no CUDA GPU" not in shown
+    assert "the same run without" not in shown, "it would have other settings than this run"
 
 
 # ---- notebook.ipynb: its code cells run in order, without Jupyter --------------------------------
