@@ -49,7 +49,7 @@ PANELS = {  # metric: (unit, scale of the vertical axis)
 KEY = """# Find the bug: the key
 
 The runs have the seeds {first} to {last}. The answers in homework/find_the_bug.md say which metric
-shows each bug, and why. Accept any other metric if the log shows it and the explanation is correct.
+shows each bug, and why. Accept any other metric that shows the bug, if the explanation is correct.
 
 {table}"""
 LETTERS = "abcdefgh"

@@ -190,23 +190,23 @@ HINTS = {
         # self.ids (b, L): prompt, then response, padded on the right.
         # self.mask (b, L - 1), bool: is ids[:, 1:] a token of the response that the model sampled?
         # rollout.is_sampled[i] has the answer for each token of response i.
-        # self.advantages (b,): of these responses.
+        # self.advantages (b,): the advantages of these responses.
         # ids, mask and advantages are on `device`. The other attributes are given below.""",
     "response_log_probs": """
     # model(batch.ids).logits are (b, L, V). Which of them predict batch.ids[:, 1:]? The result is 0
     # where batch.mask is 0. You do not need to save memory.""",
     "phase 3": """
-    # Make `minibatches` with parts.build_minibatches(rollout, advantages, cfg). Give each of their
-    # micro-batches its old_log_probs, without a gradient, by parts.response_log_probs(model, batch,
-    # temperature). Set its is_on_policy to True, which the metrics need. You do not need to support
-    # old log-probs that a part of a user has set.""",
+    # Make `minibatches` with parts.build_minibatches(rollout, advantages, cfg). In each micro-batch
+    # of each minibatch, set old_log_probs to parts.response_log_probs(model, batch, temperature),
+    # without a gradient. Set is_on_policy to True, which the metrics need. You do not need to keep
+    # old log-probs that a user's own part has set.""",
     "phase 4": """
     # Of phase 3, use only `minibatches`. algorithm.loss(log_probs, old_log_probs, advantages, mask,
     # eps_low, eps_high, denominator, **batch.extra) is what one micro-batch adds to the loss of its
-    # minibatch. build_minibatches has left out the responses of advantage 0: what, then, is the
-    # denominator?
-    # parts.clip_gradients(model) clips the gradient to norm 1, and returns its norm before.
-    # cfg.clip_range() is (eps_low, eps_high). The backward pass may be put into
+    # minibatch. build_minibatches has left out the responses whose advantage is 0. What does this
+    # mean for the denominator?
+    # parts.clip_gradients(model) clips the gradient to norm 1, and returns its norm before that.
+    # cfg.clip_range() is (eps_low, eps_high). You may put the backward pass into
     # `with tf32_matmuls():`, which makes it faster on CUDA.
     # The metrics need two lists with an entry per optimizer step. An entry of `updates` is a list
     # of (micro-batch, detached log-probs, loss as a number), and an entry of `grad_norms` is the
@@ -505,7 +505,7 @@ def files_of(homework, path):
         if not any(entry in (file, *file.parents) for file in found):
             print(f"{entry}: not graded, no .py file has {name} in its name", file=sys.stderr)
     if not found:
-        sys.exit(f"no file matches {path}")
+        sys.exit(f"no file matches {path}: no .py file there has {name} in its name")
     return found
 
 
@@ -528,8 +528,8 @@ def main(argv=None):
     files = [name for name in flags.names if name not in blanks]
     if flags.handout:
         if files:
-            sys.exit(f"no blank {files[0]} in {homework.title}; the maths has "
-                     f"{', '.join(FUNCTIONS)}")
+            sys.exit(f"no blank {files[0]} in {homework.title}. You can name these functions of "
+                     f"the maths: {', '.join(FUNCTIONS)}")
         hand_out(homework, flags.handout)
     elif not files:
         sys.exit("--grade needs the files to grade, or their folder")

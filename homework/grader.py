@@ -156,7 +156,7 @@ class Grader:
         """Ends a block that needs too much CPU time, so that a slow machine does not matter.
         Windows has no such signal: use Ctrl-C there."""
         def ring(*_):
-            hint = f"is there an endless loop? It was ended after {seconds} seconds of CPU time"
+            hint = f"is there an endless loop? This code ran for {seconds} seconds of CPU time"
             if part:
                 self.loops[part] += 1
                 if self.loops[part] == LOOPS:
@@ -268,8 +268,8 @@ class Grader:
         hints = [self.hints.get(test) for test, (name, _) in self.tests.items() if name == part]
         if any(hint != "" for hint in hints) and not self.counts_in_the_grade(part):
             return ["not counted, because it needs the parts that have lost points"]
-        notes = [f"{hints.count(None)} not run"] if None in hints else []
-        notes += list(filter(None, hints))[:1]
+        notes = list(filter(None, hints))[:1]
+        notes += [f"{hints.count(None)} tests not run"] if None in hints else []
         notes += self.lender.notes(part) if self.lender else []
         if self.lent.get(part):
             notes.append(f"tested with a correct {' and '.join(self.lent[part])}")
