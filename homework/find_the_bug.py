@@ -49,7 +49,7 @@ PANELS = {  # metric: (unit, scale of the vertical axis)
 KEY = """# Find the bug: the key
 
 The runs have the seeds {first} to {last}. The answers in homework/find_the_bug.md say which metric
-shows each bug, and why. Accept any other metric if the log shows it and the explanation is correct.
+shows each bug, and why. Accept any other metric that shows the bug, if the explanation is correct.
 
 {table}"""
 LETTERS = "abcdefgh"
@@ -278,12 +278,12 @@ def main(argv=None):
         parser.error("--handout and --seed must be given together")
     if args.handout:
         key = hand_out(args.handout, args.seed)
-        print(f"the exercise: {args.handout}\nthe key, which is not for students: {key}")
+        print(f"wrote {args.handout}, and {key} (the key, which is not for students)")
     elif args.all:
         print(bugs_table(), end="")
     else:
         draw(published(), LOGS.with_suffix(".png"))
-        print(f"{LOGS}, and its picture")
+        print(f"wrote {LOGS.with_suffix('.png')}, the picture of {LOGS}")
 
 
 if __name__ == "__main__":

@@ -4,24 +4,26 @@ r"""Hand-outs and grades of the first two homeworks: the maths (gspo.py), the lo
     python -m homework.grade loop --handout FOLDER         train_math.py with four blanks, the same
     python -m homework.grade maths --grade FILES           the grades of a class: a row per file
     python -m homework.grade loop --grade FILES --json     the same, with a JSON object per line
-    python -m homework.grade maths --handout FOLDER gspo_loss    a short form: one blank function
-    python -m homework.grade maths --grade FILES gspo_loss       the grades of this short form
+    python -m homework.grade maths --handout FOLDER gspo_loss    a short form: one blank function,
+    python -m homework.grade maths --grade FILES gspo_loss       which alone counts
 
 `python test_gspo.py ...` is the same as `python -m homework.grade maths ...`. In FILES, a folder
-stands for each my_gspo.py (or train_math.py) below it. A hand-out overwrites nothing.
+stands for each .py file below it that has my_gspo (or train_math) in its name. A hand-out
+overwrites nothing. The table goes to stdout, and the progress to stderr.
 
-The maths: eight functions, which count alike. Of 100 points of a function, 90 are for the maths and
-10 for the promises. Each kind gives all of its points if all of its tests pass, and otherwise at
-most a third, in proportion to the tests that pass. A mistake in sequence_ratio or clipped_objective
-costs no points in the losses that call them. A wrong sign, a sum that is not divided, and a mean
-over the tokens of all responses cost points only in the first loss that has them. A mistake in a
-student's own helper costs points in every function that calls it. The whole assignment does not
-contain the private _helpers of gspo.py, because they are half of the answer. A short form has them,
-and the functions that its solutions call. Only its blank functions count: name them when you grade.
+The maths: eight functions, which count alike. Of 100 points of a function, 90 are for the tests of
+the maths. The other 10 are for the tests of the promises, which concern unusual input: half
+precision, NaN in the padding, responses without tokens, micro-batches and invalid arguments. Each
+of these two kinds of tests gives all of its points if all of its tests pass, and otherwise at most
+a third, in proportion to the tests that pass. A mistake in sequence_ratio or clipped_objective
+costs no points in the losses that call it. A wrong sign, a sum that is not divided, and a mean over
+the tokens of all responses cost points only in the first loss that has them. A mistake in another
+function costs points in every function that calls it. A short form contains the private _helpers
+of gspo.py, and the functions that its solutions call. The whole assignment does not.
 
-The loop: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of train_step are blank. They
-count alike, by the same rule. If all four are correct, the whole step counts as a fifth part. The
-folder has the solution of the maths, gspo.py, so hand out this homework after the first one.
+The loop: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of train_step are blank. These
+four parts count alike, by the same rule. If all four are correct, the whole step counts as a fifth
+part. Hand out this homework after the first one, because its folder contains the solution, gspo.py.
 
 The table shows the grade in percent, and for each part how many tests have passed. This is a row of
 --json, in which a pair is [tests passed, number of tests]:
@@ -29,15 +31,14 @@ The table shows the grade in percent, and for each part how many tests have pass
     {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
      ..., "total maths": [80, 97], "total promises": [31, 65], "remark": "..."}
 
-A remark says what to look at first, and why a file has no points. A file takes ten seconds. If a
-test ends the process, or does not end, its part loses its points, and the other parts are tested in
-a new process.
+The remarks on a file are separated by |. They say what to look at first, with the maths before the
+promises, and why a file has no points. If a test ends the process, or does not end, its part loses
+its points, and the other parts are tested in a new process.
 
-The grader does not protect you from a malicious file, which runs with your rights. Use a container
-if this matters. Nor does it prove that a file is honest. A remark names words that an honest
-solution does not need, such as open or pytest, and code that is the same as in the solution or in
-an earlier file of the class, apart from names and docstrings. The grader cannot recognise code that
-was rewritten, an answer that somebody else wrote, or forged results.
+A file runs with your rights, so use a container if you do not trust its author. One remark names
+words that an honest solution does not need, such as open or pytest. Another one names code that,
+apart from names and docstrings, is the same as in the solution or in an earlier file of the class.
+The grader cannot recognise rewritten code, an answer by somebody else, or forged results.
 """
 import argparse
 import ast
@@ -70,20 +71,20 @@ SHEET = """# Homework: {title}
 
 {task}
 
-Run this command until all tests pass. It stops at the first failure and says what to look at:
+Run this command here until all tests pass. It stops at the first failure, and explains it:
 
     {variable}={blank} python -m pytest -x {tests}
 
-This command prints your grade:
+This command runs all tests and prints your grade:
 
     {variable}={blank} python -m pytest -q --tb=no -rN {tests}
 
 In PowerShell, leave out `{variable}={blank}`, and first run `$env:{variable}="{blank}"`.
 
-- Hand in {blank} alone. You are graded with other copies of {tests} and grader.py, so a
-  change of these files has no effect.
+- Hand in {blank} alone. You may add to its name, as in doe_{blank}.
+- Your teacher has other copies of all other files, so a change of these files has no effect.
 - You may add functions of your own. The tests see only what your functions return.
-- You get all points of a part if all of its tests pass, and otherwise at most a third.
+- You get all points of a kind of tests if all of these tests pass, and otherwise at most a third.
 - Be ready to explain what breaks without each of your lines.
 """
 
@@ -160,9 +161,13 @@ MATHS = Homework(
     title="the maths of GSPO",
     task="""\
 Write the bodies of the functions in my_gspo.py. Each docstring says what its function returns, and
-names the equations of the paper (arXiv:2507.18071, version 2). You need only torch. First come the
-tests of the maths (90% of the points), and then those of the promises at the top of the file.
-The file mentions gspo.py and train_math.py, which you do not have.""",
+names the equations of the paper (arXiv:2507.18071, version 2). You need torch and pytest. Of the
+points of a function, 90% are for the tests of the maths, which come first. The other 10% are for
+the tests of the promises. These are the guarantees in the list at the top of the file, and the
+errors in the docstrings. You do not have gspo.py and train_math.py, which the file mentions.
+
+If sequence_ratio or clipped_objective is wrong, your teacher's grade can be higher than yours: your
+teacher's grader tests the losses with correct versions of these two functions.""",
     pieces=maths_pieces,
     assignment=maths_assignment,
 )
@@ -185,23 +190,23 @@ HINTS = {
         # self.ids (b, L): prompt, then response, padded on the right.
         # self.mask (b, L - 1), bool: is ids[:, 1:] a token of the response that the model sampled?
         # rollout.is_sampled[i] has the answer for each token of response i.
-        # self.advantages (b,): of these responses.
+        # self.advantages (b,): the advantages of these responses.
         # ids, mask and advantages are on `device`. The other attributes are given below.""",
     "response_log_probs": """
-    # Start with the three lines of the docstring. The result is 0 where batch.mask is 0. You do not
-    # need to save memory.""",
+    # model(batch.ids).logits are (b, L, V). Which of them predict batch.ids[:, 1:]? The result is 0
+    # where batch.mask is 0. You do not need to save memory.""",
     "phase 3": """
-    # Make `minibatches` with parts.build_minibatches(rollout, advantages, cfg). Give each of their
-    # micro-batches its old_log_probs, without a gradient, by parts.response_log_probs(model, batch,
-    # temperature). Set its is_on_policy to True, which the metrics need. You do not need to support
-    # old log-probs that a part of a user has set.""",
+    # Make `minibatches` with parts.build_minibatches(rollout, advantages, cfg). In each micro-batch
+    # of each minibatch, set old_log_probs to parts.response_log_probs(model, batch, temperature),
+    # without a gradient. Set is_on_policy to True, which the metrics need. You do not need to keep
+    # old log-probs that a user's own part has set.""",
     "phase 4": """
     # Of phase 3, use only `minibatches`. algorithm.loss(log_probs, old_log_probs, advantages, mask,
     # eps_low, eps_high, denominator, **batch.extra) is what one micro-batch adds to the loss of its
-    # minibatch. build_minibatches has left out the responses of advantage 0: what, then, is the
-    # denominator?
-    # parts.clip_gradients(model) clips the gradient to norm 1, and returns its norm before.
-    # cfg.clip_range() is (eps_low, eps_high). The backward pass may be put into
+    # minibatch. build_minibatches has left out the responses whose advantage is 0. What does this
+    # mean for the denominator?
+    # parts.clip_gradients(model) clips the gradient to norm 1, and returns its norm before that.
+    # cfg.clip_range() is (eps_low, eps_high). You may put the backward pass into
     # `with tf32_matmuls():`, which makes it faster on CUDA.
     # The metrics need two lists with an entry per optimizer step. An entry of `updates` is a list
     # of (micro-batch, detached log-probs, loss as a number), and an entry of `grad_norms` is the
@@ -209,6 +214,12 @@ HINTS = {
 }
 # The lines of MicroBatch.__init__ that are not the point of the exercise, and stay:
 GIVEN = re.compile("log_probs|is_on_policy|extra|for i in indices|prompt, response")
+
+
+TOLD = {  # where a docstring of train_math.py tells an answer: what the hand-out says instead
+    r"In three lines, since p(osition t\n    predicts token t \+ 1):.*?again\.": r"P\1.",
+    r", but train_step\n    counts them in the denominator\.": ".\n   ",
+}
 
 
 def loop_pieces(source):
@@ -238,9 +249,8 @@ def body_of(function):
 
 
 def loop_assignment():
-    """train_math.py without these statements; docstrings, and the comments before them, stay.
-
-    In MicroBatch.__init__, the lines that GIVEN finds stay, too."""
+    """train_math.py without these statements, and without the answers in TOLD. The comments before
+    the statements, and in MicroBatch.__init__ the lines that GIVEN finds, stay."""
     source = read_text(ROOT / "train_math.py")
     lines = source.splitlines()
     answers = loop_pieces(source)
@@ -252,7 +262,10 @@ def loop_assignment():
             *HINTS[name].splitlines()[1:],
             f'{indent}raise NotImplementedError("{name} is still to be written")',
             *given]
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    for told, instead in TOLD.items():
+        text = re.sub(told, instead, text, flags=re.DOTALL)
+    return text
 
 
 LOOP = Homework(
@@ -263,6 +276,7 @@ LOOP = Homework(
     copies={
         "grader.py": HERE / "grader.py",
         "gspo.py": ROOT / "gspo.py",
+        "requirements.txt": ROOT / "requirements.txt",
         **{f"support/{path.name}": path for path in (ROOT / "support").glob("*.py")},
     },
     parts=BLANKS,
@@ -270,7 +284,7 @@ LOOP = Homework(
     task="""\
 Fill in the blanks of train_math.py: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of
 train_step. The comments in the blanks say what is needed. gspo.py is the solution of the maths,
-which you may use.""",
+which you may use. First run `pip install -r requirements.txt`.""",
     pieces=loop_pieces,
     assignment=loop_assignment,
 )
@@ -292,6 +306,7 @@ def hand_out(homework, folder):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
+    print(f"wrote {folder / 'README.md'} (the sheet), {folder / homework.blank} and its tests")
 
 
 # ---- the tests of one file -----------------------------------------------------------------------
@@ -395,6 +410,18 @@ def names_in(tree):
 # ---- the table -----------------------------------------------------------------------------------
 
 
+def remarks_on_results(results):
+    """What the grader says, first of parts with a mistake in the maths. Parts share a remark."""
+    said = {}                      # what is said: of which parts
+    for is_right in False, True:
+        for part, (counts, notes) in results["parts"].items():
+            passed, of = next(iter(counts.values()))  # of the first kind of tests
+            for note in notes if is_right == (passed == of) else []:
+                note = "still to be written" if "is still to be written" in note else note
+                said.setdefault(note, []).append(part)
+    return [f"{', '.join(parts)}: {note}" for note, parts in said.items()]
+
+
 def remarks_on_source(homework, name, source, seen):
     """What a teacher should read in this file, which can be parsed."""
     remarks = []
@@ -435,17 +462,13 @@ def grade(homework, name, source, seen):
         path.write_text(source, encoding="utf-8")
         results, problem = results_of(homework, path)
     remarks = [problem] if problem else []
+    remarks += remarks_on_results(results) if results else []
     with suppress(SyntaxError, ValueError):
         remarks += remarks_on_source(homework, name, source, seen)
     if results:
         row["grade"] = round(results["grade"], 1)
         row |= points(results)
-        notes = {part: note for part, (_, note) in results["parts"].items() if note}
-        blank = [part for part in notes if "still to be written" in notes[part]]
-        if blank:
-            remarks.append(f"still to be written: {', '.join(blank)}")
-        remarks += [f"{part}: {note}" for part, note in notes.items() if part not in blank]
-    return row | {"remark": "; ".join(remarks)}
+    return row | {"remark": " | ".join(remarks)}
 
 
 def grade_class(homework, paths, as_json):
@@ -460,7 +483,8 @@ def grade_class(homework, paths, as_json):
         head = [f"{column} (of {of})" for column, of in most.items()]
         table.writerow(["file", "grade (%)", *head, "remark"])
     seen = {}
-    for name, source in sources:
+    for number, (name, source) in enumerate(sources, 1):
+        print(f"{number} of {len(sources)}: {name}", file=sys.stderr)
         row = grade(homework, name, source, seen)
         found = {column: row.get(column, [0, of]) for column, of in most.items()}
         if as_json:
@@ -472,10 +496,16 @@ def grade_class(homework, paths, as_json):
 
 
 def files_of(homework, path):
-    """This file, or the files below this folder that have the name of the hand-out."""
-    found = [path] if path.is_file() else sorted(path.rglob(homework.blank))
+    """This file, or the .py files below this folder that have the hand-out's name in theirs."""
+    if path.is_file():
+        return [path]
+    name = Path(homework.blank).stem
+    found = [file for file in sorted(path.rglob("[!.]*.py")) if name in file.name.lower()]
+    for entry in sorted(path.glob("[!._]*")):
+        if not any(entry in (file, *file.parents) for file in found):
+            print(f"{entry}: not graded, no .py file has {name} in its name", file=sys.stderr)
     if not found:
-        sys.exit(f"no file matches {path}")
+        sys.exit(f"no file matches {path}: no .py file there has {name} in its name")
     return found
 
 
@@ -498,8 +528,8 @@ def main(argv=None):
     files = [name for name in flags.names if name not in blanks]
     if flags.handout:
         if files:
-            sys.exit(f"no blank {files[0]} in {homework.title}; the maths has "
-                     f"{', '.join(FUNCTIONS)}")
+            sys.exit(f"no blank {files[0]} in {homework.title}. You can name these functions of "
+                     f"the maths: {', '.join(FUNCTIONS)}")
         hand_out(homework, flags.handout)
     elif not files:
         sys.exit("--grade needs the files to grade, or their folder")

@@ -77,7 +77,7 @@ class Lender:
         self.names = vars(module)
         self.under_test = under_test
         self.right = right
-        self.first_with = {}       # slip -> the loss that has it first, and loses points for it
+        self.losses_with = {}      # slip -> the losses that have it; the first one loses points
 
     def repairs(self, part, wrong):
         """The repairs to try: pairs (correct functions to lend, a slip to undo or None).
@@ -107,16 +107,17 @@ class Lender:
             self.names.update(own)
             tested[part] = loss
 
-    def note(self, part, lent, slip):
-        """What to say of a part that passes a test with this repair, or None if this part is the
-        first one with the slip."""
-        notes = [f"tested with a correct {' and '.join(lent)}"] if lent else []
-        if slip:
-            first = self.first_with.setdefault(slip, part)
-            if first == part:
-                return None
-            notes.append(f"{slip}, as in {first}, where it costs points")
-        return "; ".join(notes)
+    def costs_points(self, part, slip):
+        """Remembers that this loss has the slip. It costs points only in the first loss."""
+        losses = self.losses_with.setdefault(slip, [])
+        if part not in losses:
+            losses.append(part)
+        return part == losses[0]
+
+    def notes(self, part):
+        """A note on each slip that costs points in this loss, and not in later ones."""
+        return [f"{slip} also in {' and '.join(later)}, where this costs no points"
+                for slip, (first, *later) in self.losses_with.items() if part == first and later]
 
 
 # ---- a graded run --------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class Grader:
         self.hints = {}            # test -> the first line of its failure, "" if it passed
         self.dead = json.loads(os.environ.get("GRADE_DEAD", "{}"))  # part -> why it is not run
         self.loops = dict.fromkeys(self.parts, 0)
-        self.repaired = {}         # part -> what was repaired for it
+        self.lent = {}             # part -> the functions that were lent to it
 
     def log(self, **entry):
         if "GRADE_LOG" in os.environ:
@@ -155,7 +156,7 @@ class Grader:
         """Ends a block that needs too much CPU time, so that a slow machine does not matter.
         Windows has no such signal: use Ctrl-C there."""
         def ring(*_):
-            hint = f"is there an endless loop? It was ended after {seconds} seconds of CPU time"
+            hint = f"is there an endless loop? This code ran for {seconds} seconds of CPU time"
             if part:
                 self.loops[part] += 1
                 if self.loops[part] == LOOPS:
@@ -216,9 +217,8 @@ class Grader:
         for lent, slip in repairs:
             with self.lender.applied(part, lent, slip):
                 again = self.attempt(part, call)
-            note = self.lender.note(part, lent, slip) if again is None else None
-            if note:
-                self.repaired[part] = note
+            if again is None and not (slip and self.lender.costs_points(part, slip)):
+                self.lent[part] = lent
                 return True
             error = error or again
         raise error
@@ -263,16 +263,17 @@ class Grader:
         fractions = [self.fraction(part) for part in self.parts if self.counts_in_the_grade(part)]
         return 100 * sum(fractions) / len(fractions)
 
-    def note(self, part):
-        """Remarks on this part's points, and what to look at first."""
+    def notes(self, part):
+        """What to look at first in this part, and other remarks on its points."""
         hints = [self.hints.get(test) for test, (name, _) in self.tests.items() if name == part]
         if any(hint != "" for hint in hints) and not self.counts_in_the_grade(part):
-            return "not counted, because it needs the parts that have lost points"
-        notes = [f"{hints.count(None)} not run"] if None in hints else []
-        if part in self.repaired:
-            notes.append(self.repaired[part])
-        notes += list(filter(None, hints))[:1]
-        return "; ".join(notes)
+            return ["not counted, because it needs the parts that have lost points"]
+        notes = list(filter(None, hints))[:1]
+        notes += [f"{hints.count(None)} tests not run"] if None in hints else []
+        notes += self.lender.notes(part) if self.lender else []
+        if self.lent.get(part):
+            notes.append(f"tested with a correct {' and '.join(self.lent[part])}")
+        return notes
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # below pytest's own list of failures
     def pytest_terminal_summary(self, terminalreporter):
@@ -284,12 +285,12 @@ class Grader:
         said = f"grade {self.grade():.1f}%"
         if left:  # pytest has stopped early, as with -x
             said = f"no grade, because {left} tests were not run"
-        parts = {part: [self.counts(part), self.note(part)] for part in self.parts}
-        for part, (counts, note) in [*parts.items(), ("total", (self.counts(), said))]:
+        parts = {part: [self.counts(part), self.notes(part)] for part in self.parts}
+        for part, (counts, notes) in [*parts.items(), ("total", (self.counts(), [said]))]:
             line = f"{part:18}"
             for kind, (passed, of) in counts.items():
                 line += f"  {kind}{passed:4} of{of:4}"
-            terminalreporter.line(f"{line}  {note}".rstrip())
+            terminalreporter.line(f"{line}  {' | '.join(notes)}".rstrip())
         if not left:
             self.log(grade=self.grade(), parts=parts, total=self.counts())
 
