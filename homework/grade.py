@@ -31,7 +31,7 @@ The table shows the grade in percent, and for each part how many tests have pass
     {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
      ..., "total maths": [80, 97], "total promises": [31, 65], "remark": "..."}
 
-The remarks on a file are separated by |. They say what to look at first, with the maths before the
+The remarks on a file are separated by //. They say what to look at first, with the maths before the
 promises, and why a file has no points. If a test ends the process, or does not end, its part loses
 its points, and the other parts are tested in a new process.
 
@@ -468,7 +468,7 @@ def grade(homework, name, source, seen):
     if results:
         row["grade"] = round(results["grade"], 1)
         row |= points(results)
-    return row | {"remark": " | ".join(remarks)}
+    return row | {"remark": " // ".join(remarks)}
 
 
 def grade_class(homework, paths, as_json):
