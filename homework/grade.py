@@ -84,7 +84,7 @@ In PowerShell, leave out `{variable}={blank}`, and first run `$env:{variable}="{
 - Hand in {blank} alone. You may add to its name, as in doe_{blank}.
 - Your teacher has other copies of all other files, so a change of these files has no effect.
 - You may add functions of your own. The tests see only what your functions return.
-- You get all points of a kind of tests if all of these tests pass, and otherwise at most a third.
+- You get all points of a part if all of its tests pass, and otherwise at most a third.
 - Be ready to explain what breaks without each of your lines.
 """
 
@@ -161,10 +161,10 @@ MATHS = Homework(
     title="the maths of GSPO",
     task="""\
 Write the bodies of the functions in my_gspo.py. Each docstring says what its function returns, and
-names the equations of the paper (arXiv:2507.18071, version 2). You need torch and pytest. Of the
-points of a function, 90% are for the tests of the maths, which come first. The other 10% are for
-the tests of the promises. These are the guarantees in the list at the top of the file, and the
-errors in the docstrings. You do not have gspo.py and train_math.py, which the file mentions.
+names the equations of the paper (arXiv:2507.18071, version 2). You need torch and pytest. Each
+function has two parts. The maths gives 90% of the points, and its tests come first. The promises
+give 10%. They are the guarantees in the list at the top of the file, and the errors in the
+docstrings. You do not have gspo.py and train_math.py, which the file mentions.
 
 If sequence_ratio or clipped_objective is wrong, your teacher's grade can be higher than yours: your
 teacher's grader tests the losses with correct versions of these two functions.""",
@@ -283,8 +283,8 @@ LOOP = Homework(
     title="the training loop",
     task="""\
 Fill in the blanks of train_math.py: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of
-train_step. The comments in the blanks say what is needed. gspo.py is the solution of the maths,
-which you may use. First run `pip install -r requirements.txt`.""",
+train_step. These are the parts. The comments in the blanks say what is needed. You may use gspo.py,
+the solution of the maths. First run `pip install -r requirements.txt`.""",
     pieces=loop_pieces,
     assignment=loop_assignment,
 )
