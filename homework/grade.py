@@ -500,7 +500,8 @@ def files_of(homework, path):
     if path.is_file():
         return [path]
     name = Path(homework.blank).stem
-    found = [file for file in sorted(path.rglob("[!.]*.py")) if name in file.name.lower()]
+    found = [file for file in sorted(path.rglob("*.py")) if name in file.name.lower()
+             and not any(part[0] == "." for part in file.relative_to(path).parts)]
     for entry in sorted(path.glob("[!._]*")):
         if not any(entry in (file, *file.parents) for file in found):
             print(f"{entry}: not graded, no .py file has {name} in its name", file=sys.stderr)
