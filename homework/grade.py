@@ -31,7 +31,7 @@ The table shows the grade in percent, and for each part how many tests have pass
     {"file": "ann.py", "grade": 88.8, "gspo_loss maths": [17, 17], "gspo_loss promises": [4, 12],
      ..., "total maths": [80, 97], "total promises": [31, 65], "remark": "..."}
 
-The remarks on a file are separated by |. They say what to look at first, with the maths before the
+The remarks on a file are separated by //. They say what to look at first, with the maths before the
 promises, and why a file has no points. If a test ends the process, or does not end, its part loses
 its points, and the other parts are tested in a new process.
 
@@ -84,7 +84,7 @@ In PowerShell, leave out `{variable}={blank}`, and first run `$env:{variable}="{
 - Hand in {blank} alone. You may add to its name, as in doe_{blank}.
 - Your teacher has other copies of all other files, so a change of these files has no effect.
 - You may add functions of your own. The tests see only what your functions return.
-- You get all points of a kind of tests if all of these tests pass, and otherwise at most a third.
+- You get all points of a part if all of its tests pass, and otherwise at most a third.
 - Be ready to explain what breaks without each of your lines.
 """
 
@@ -161,10 +161,10 @@ MATHS = Homework(
     title="the maths of GSPO",
     task="""\
 Write the bodies of the functions in my_gspo.py. Each docstring says what its function returns, and
-names the equations of the paper (arXiv:2507.18071, version 2). You need torch and pytest. Of the
-points of a function, 90% are for the tests of the maths, which come first. The other 10% are for
-the tests of the promises. These are the guarantees in the list at the top of the file, and the
-errors in the docstrings. You do not have gspo.py and train_math.py, which the file mentions.
+names the equations of the paper (arXiv:2507.18071, version 2). You need torch and pytest. Each
+function has two parts. The maths gives 90% of the points, and its tests come first. The promises
+give 10%. They are the guarantees in the list at the top of the file, and the errors in the
+docstrings. You do not have gspo.py and train_math.py, which the file mentions.
 
 If sequence_ratio or clipped_objective is wrong, your teacher's grade can be higher than yours: your
 teacher's grader tests the losses with correct versions of these two functions.""",
@@ -283,8 +283,8 @@ LOOP = Homework(
     title="the training loop",
     task="""\
 Fill in the blanks of train_math.py: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of
-train_step. The comments in the blanks say what is needed. gspo.py is the solution of the maths,
-which you may use. First run `pip install -r requirements.txt`.""",
+train_step. These are the parts. The comments in the blanks say what is needed. You may use gspo.py,
+the solution of the maths. First run `pip install -r requirements.txt`.""",
     pieces=loop_pieces,
     assignment=loop_assignment,
 )
@@ -468,7 +468,7 @@ def grade(homework, name, source, seen):
     if results:
         row["grade"] = round(results["grade"], 1)
         row |= points(results)
-    return row | {"remark": " | ".join(remarks)}
+    return row | {"remark": " // ".join(remarks)}
 
 
 def grade_class(homework, paths, as_json):
@@ -500,7 +500,8 @@ def files_of(homework, path):
     if path.is_file():
         return [path]
     name = Path(homework.blank).stem
-    found = [file for file in sorted(path.rglob("[!.]*.py")) if name in file.name.lower()]
+    found = [file for file in sorted(path.rglob("*.py")) if name in file.name.lower()
+             and not any(part[0] == "." for part in file.relative_to(path).parts)]
     for entry in sorted(path.glob("[!._]*")):
         if not any(entry in (file, *file.parents) for file in found):
             print(f"{entry}: not graded, no .py file has {name} in its name", file=sys.stderr)

@@ -290,7 +290,7 @@ class Grader:
             line = f"{part:18}"
             for kind, (passed, of) in counts.items():
                 line += f"  {kind}{passed:4} of{of:4}"
-            terminalreporter.line(f"{line}  {' | '.join(notes)}".rstrip())
+            terminalreporter.line(f"{line}  {' // '.join(notes)}".rstrip())
         if not left:
             self.log(grade=self.grade(), parts=parts, total=self.counts())
 
