@@ -1,7 +1,8 @@
 """The settings in a Python file or a shell script, for is_it_gspo.py. No code of the file is run.
 
 Names, attributes and items are replaced by what is assigned to them anywhere in the file. What is
-assigned twice with different values, or only under a condition, is unread.
+assigned twice with different values, only under a condition, or through another name, is unread.
+If the trainer may have another loss than the engine, all settings are unread.
 """
 import ast
 import collections
@@ -11,6 +12,13 @@ import re
 CONFIG = re.compile(r"(GRPO|GSPO)\w*Config$|RLHFArguments$")
 DICTS = "dict", "SimpleNamespace", "Namespace", "EasyDict"  # calls that keep their keywords
 KNOWN = re.compile(r"(^|\.)((Unsloth)?GRPOConfig|RLHFArguments)$")  # with the defaults of an engine
+IMPORTS = re.compile(r"(trl(?!\.experimental)|unsloth\w*|swift|transformers)(\.|$)")
+TRAINER = re.compile(r"(?i)trainer(_?cls|_?class)?$")
+LOSS = re.compile(r"^_?compute_loss|logps|^args$|training_step|_prepare_inputs|_generate_and_score")
+INNER = re.compile(r"Config$|Arguments$|Trainer|Callback")  # classes that may change settings
+FRESH = re.compile(r"(^|\.)([A-Z]\w*|dict|defaultdict|parse_args|deepcopy|replace)$")  # new objects
+LIKE = re.compile(r"(?i)arg|cfg|conf|trainer|\(\)$")  # may be a configuration
+HARMLESS = re.compile(r"(?i)\.|print|log|display|save|show|trainer$")  # calls without changes
 COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
 OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo_trainer)(\.yaml)?"  # files with an engine's own defaults
 HOLE = "<?>"  # stands in a script for what cannot be read
@@ -45,6 +53,12 @@ def flat(items, path=""):
         else:
             found[f"{path}{key}" if key else None] = value
     return found
+
+
+def unread(items, reason):
+    """The same settings, if something that is not read may change all of them."""
+    may_change = Unread(f"{HOLE}, because {reason} may change it")
+    return dict.fromkeys(items, may_change) | {None: reason}
 
 
 def number(text):
@@ -110,7 +124,7 @@ class Code:
     def __init__(self, body):
         self.nodes = list(ast.walk(ast.Module(body, [])))
         self.assigned = collections.defaultdict(list)
-        self.open = []
+        self.open, self.other_losses = [], []
         for node in self.nodes:
             for child in ast.iter_child_nodes(node):
                 child.parent = node
@@ -118,13 +132,26 @@ class Code:
             if isinstance(node, (ast.Assign, ast.AnnAssign)):
                 for target in getattr(node, "targets", None) or [node.target]:
                     self.keep(target, node.value)
-            elif isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
+            elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.BitOr):
+                self.record(f"{text_of(node.target)}.", node.value, node)
+            elif isinstance(node, (ast.AugAssign, ast.Delete)):
+                for target in getattr(node, "targets", None) or [node.target]:
+                    self.keep(target, ast.Name(ast.unparse(node)))
+            elif isinstance(node, (ast.For, ast.comprehension)):
                 self.keep(node.target, node.target)
             elif isinstance(node, ast.arg):
                 self.assigned[node.arg].append(node)
             elif isinstance(node, ast.alias):
-                self.assigned[node.asname or node.name].append(ast.Name(node.name))
-            elif isinstance(node, ast.ClassDef):
+                module = getattr(node.parent, "module", "trl") or ""
+                origin = node.name if IMPORTS.match(module) else f"{module}:{node.name}"
+                self.assigned[node.asname or node.name].append(ast.Name(origin))
+                if TRAINER.search(node.name) and origin != node.name:
+                    self.other_losses.append(origin)
+            elif isinstance(node, ast.FunctionDef) and isinstance(node.parent, ast.ClassDef):
+                self.record(f"self.{node.name}", ast.Name(f"{node.name}()"), node)
+                if LOSS.search(node.name):
+                    self.other_losses.append(f"{node.parent.name}.{node.name}")
+            elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 self.assigned[node.name].append(node)
             elif isinstance(node, ast.Call):
                 self.keep_changes(node)
@@ -139,23 +166,41 @@ class Code:
             statement = getattr(target, "parent", None)
             owner = getattr(statement, "parent", None)
             inside = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
-            self.assigned[inside + text_of(target)].append(value)
+            self.record(inside + text_of(target), value, target)
+
+    def record(self, text, value, node):
+        """Keeps an assignment. What a configuration C changes of itself is recorded as C(), too."""
+        self.assigned[text].append(value)
+        while text.startswith("self.") and hasattr(node, "parent"):
+            node = node.parent
+            if any(INNER.search(text_of(base)) for base in getattr(node, "bases", ())):
+                self.assigned[f"{node.name}(){text[4:]}"].append(value)
 
     def keep_changes(self, call):
-        """Of x.update(a=1), x.update({"a": 1}) and setattr(x, "a", 1). The key "" stands for an
-        update whose keys are not written there."""
-        name = text_of(call.func)
-        if name.endswith(".update"):
-            owner = re.sub(r"^vars\((.*)\)|\.__dict__$", r"\1", name.removesuffix(".update"))
-            for key, value in self.pairs(call):
-                self.assigned[f"{owner}.{key or ''}"].append(value)
-            for node in call.args:
-                if not isinstance(node, ast.Dict):
-                    self.assigned[f"{owner}."].append(node)
-        elif name == "setattr" and len(call.args) == 3:
-            key = getattr(call.args[1], "value", "")
-            key = key if isinstance(key, str) else ""
-            self.assigned[f"{text_of(call.args[0])}.{key}"].append(call.args[2])
+        """Of x.update(a=1), x.update({"a": 1}), x.pop("a") and setattr(x, "a", 1). The key "" is
+        an update with unknown keys, "*" is the same of an object, and "()" is a call f(x)."""
+        name, found = text_of(call.func), []
+        owner = re.sub(r"^vars\((.*)\)|\.__dict__$", r"\1", name.rpartition(".")[0])
+        if name == "super().__init__":
+            owner = "self"
+            found = [(key or "*", value) for key, value in self.pairs(call)
+                     if key or not isinstance(value, ast.Name)]
+        elif name.endswith(".update"):
+            rest = [node for node in call.args if not isinstance(node, ast.Dict)]
+            others = "" if name == f"{owner}.update" else "*"
+            found = [(key or "", value) for key, value in self.pairs(call)]
+            found += [(others, node) for node in rest]
+        elif name.endswith((".pop", ".setdefault")) and call.args:
+            found = [(getattr(call.args[0], "value", ""), ast.Name(ast.unparse(call)))]
+        elif re.search(r"(set|del)attr(__)?$|patch\.object$", name) and len(call.args) > 1:
+            owner, value = text_of(call.args[0]), [*call.args, ast.Name(ast.unparse(call))][2]
+            found = [(getattr(call.args[1], "value", "*"), value)]
+        elif isinstance(call.parent, ast.Expr) and not HARMLESS.search(name) and (
+                not self.is_made_here(name, (ast.FunctionDef, ast.ClassDef))):
+            for node in call.args:  # f(x), which is run only for what it changes
+                self.assigned[f"{text_of(node)}.()"].append(call.func)
+        for key, value in found:
+            self.record(f"{owner}.{key if isinstance(key, str) else '*'}", value, call)
 
     def pairs(self, node):
         """The keys and value nodes of a dict, a call or a class. The key of **x is None."""
@@ -185,6 +230,9 @@ class Code:
                 return {"is_config": True, None: f"{text}, which is not in this file"}
         if isinstance(node, (ast.Dict, ast.Call, ast.ClassDef)):
             return self.contents(node)
+        if isinstance(node, ast.FunctionDef):
+            results = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
+            return self.value(results[0]) if len(results) == 1 else Unread(node.name)
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             owner = self.value(node.value)
             key = node.attr if isinstance(node, ast.Attribute) else self.value(node.slice)
@@ -224,6 +272,8 @@ class Code:
                 if isinstance(owner, dict):
                     return owner.get(key, default)
                 return Unread(text_of(node))
+            if self.is_made_here(name, ast.FunctionDef):
+                return self.value(node.func)
             if name in COPIES and node.args:
                 made = self.value(node.args[0])
             elif name not in DICTS:
@@ -247,8 +297,10 @@ class Code:
         other = self.value(node)
         if isinstance(other, dict) and is_run:
             return made | other
-        may_change = Unread(f"{HOLE}, because {text_of(node)} may change it")
-        return dict.fromkeys(made, may_change) | {None: text_of(node)}
+        return unread(made, text_of(node))
+
+    def is_made_here(self, name, kind):
+        return any(isinstance(one, kind) for one in self.assigned.get(name, ()))
 
     def is_run(self, node):
         """Whether the conditions around a node hold. None if this cannot be read."""
@@ -272,7 +324,7 @@ class Code:
             nodes = [node for node in nodes if self.is_run(node) is not False]
             if owner != name or not nodes:
                 continue
-            if not key:
+            if key in ("", "*", "()"):
                 for node in nodes:
                     value = self.merged(value, node, self.is_run(node))
                 continue
@@ -283,6 +335,48 @@ class Code:
         self.open.pop()
         return value
 
+    def hidden(self, value, name):
+        """A configuration, without the settings that may be changed through other names."""
+        for reason in self.other_losses:
+            value = unread(value, reason)
+        for text in list(self.assigned):
+            owner, _, key = text.rpartition(".")
+            makers = [text_of(getattr(one, "func", ast.Name("dict")))
+                      if isinstance(one, (ast.Call, ast.Dict, ast.ClassDef, ast.Constant)) else ""
+                      for one in self.assigned.get(owner, ())]
+            is_trainer = any(TRAINER.search(one) for one in [owner, *makers])
+            is_other = makers and all(map(FRESH.search, makers)) and not is_trainer
+            is_own = owner in ("", "self", "model", name)
+            if is_other or is_own or key in ("", "()"):
+                continue
+            if key == "*" and LIKE.search(owner) or is_trainer and LOSS.search(key):
+                return unread(value, text)
+            may_be = Unread(f"{HOLE}, because {text} may change it")
+            value = value | {key.removesuffix("_low"): may_be}
+        return value
+
+    def passed(self, found, is_made):
+        """The configurations that trainers get, or those that are found if there is no trainer."""
+        result = []
+        for call in self.nodes:
+            name = text_of(call.func) if isinstance(call, ast.Call) else ""
+            is_ours = re.search("(?i)g[rs]po.*trainer", name)
+            is_ours = is_ours or self.is_made_here(name, ast.ClassDef)
+            if self.is_run(call) is False or not (is_ours or TRAINER.search(name)):
+                continue
+            given = {word.arg: word.value for word in call.keywords} | dict(enumerate(call.args))
+            node = given.get("args", given.get(2, given.get(None)))
+            text = node and text_of(node)
+            made = [one for one in self.assigned.get(text, [node])
+                    if not isinstance(one, ast.arg) and self.is_run(one) is not False]
+            values = [self.changed(self.value(one), text) for one in made]
+            values = [one.get("args", one) if isinstance(one, dict) else {} for one in values]
+            if all("is_config" in one for one in values):
+                result += [(one, text) for one in values]
+            elif is_ours and is_made and node:
+                result.append((unread({"is_config": True}, text), text))
+        return [one for i, one in enumerate(result) if one not in result[:i]] or found
+
     def configurations(self):
         """Each GRPOConfig that is made, or classes of it, or dicts and objects with settings."""
         for kind in ast.Call, ast.ClassDef:
@@ -292,11 +386,11 @@ class Code:
                     continue
                 value = self.value(node)
                 if isinstance(value, dict) and "is_config" in value:
-                    target = getattr(node.parent, "targets", [ast.Name("")])[0]
-                    name = getattr(node, "name", None) or text_of(target)
-                    found.append(self.changed(value, name))
+                    target = getattr(node.parent, "targets", [None])[0]
+                    name = getattr(node, "name", None) or (text_of(target) if target else None)
+                    found.append((self.changed(value, name), name))
             if found:
-                return found
+                return [self.hidden(*one) for one in self.passed(found, kind is ast.Call)]
         owners = set()
         for text in self.assigned:
             owner, _, key = text.rpartition(".")

@@ -96,7 +96,7 @@ PYTHON = {
         f"def f(**more):\n    return GRPOConfig(**{{**{AS_DICT}, **more}})\nf(epsilon=1)", NOTHING),
     "dataclasses.replace": (
         f"a = GRPOConfig({TRL.replace('3e-4', '1')})\nb = dataclasses.replace(a, epsilon=3e-4)\n"
-        "trainer = GRPOTrainer(args=b)", NO_LOW),
+        "trainer = GRPOTrainer(args=b)", PAPER),
     "later assignments": (
         "args = GRPOConfig('x')\nargs.importance_sampling_level = 'sequence'\n"
         "args.loss_type = 'grpo'\nargs.epsilon = 3e-4\nsetattr(args, 'epsilon_high', 4e-4)\n"
@@ -186,6 +186,57 @@ PYTHON = {
         ONLY_LEVEL),
     "a parser": ("parser = TrlParser((GRPOConfig,))\na, = parser.parse_args_and_config()", NOTHING),
     "nothing": ("print('importance_sampling_level')", NOTHING),
+    "a configuration without a name": (
+        f"epsilon = 1\nloss_type = 'dapo'\nGRPOTrainer(model, f, GRPOConfig({TRL}))", PAPER),
+    "a configuration that a function returns": (
+        f"epsilon = 1\ndef make():\n    return GRPOConfig({TRL})\n"
+        "trainer = GRPOTrainer(model, args=make())", PAPER),
+    "one of two is passed": (
+        f"a = GRPOConfig({TRL})\nb = GRPOConfig({TRL.replace('3e-4', '1')})\n"
+        "trainer = GRPOTrainer(args=a)\nSFTTrainer(args=SFTConfig())", PAPER),
+    "the configuration in a parameter": (
+        f"def run(config):\n    return GRPOTrainer(args=config)\nrun(GRPOConfig({TRL}))", PAPER),
+    "a trainer with another log": (
+        "class T(GRPOTrainer):\n    def log(self, logs):\n        super().log(logs)\n"
+        f"a = GRPOConfig({TRL})\nT(args=a)", PAPER),
+    "a dict that is merged in place": (
+        f"p = {AS_DICT}\np |= {{'epsilon_high': 4e-4, 'num_iterations': 4}}\n"
+        "a = GRPOConfig(**p)", PAPER),
+    "objects beside the configuration": (
+        f"a = GRPOConfig({TRL})\ns = SFTConfig()\ns.epsilon = 1\nlogs = {{}}\n"
+        "logs['epsilon'] = 1\nclass Agent:\n    def __init__(self):\n        self.epsilon = 1\n"
+        "trainer = GRPOTrainer(args=a)", PAPER),
+}
+NAMED = f"a = GRPOConfig({TRL})\n"
+PASSED = NAMED + "trainer = GRPOTrainer(args=a)\n"
+IN_DICT = f"p = dict({TRL})\nCHANGE\na = GRPOConfig(**p)"
+SUBCLASS = f"class C(GRPOConfig):\n    def f(self, **k):\n        CHANGE\na = C({TRL})"
+METHOD = "class B(GRPOTrainer):\n    def {}(self, *a):\n        return 0\n" + NAMED
+TOUCHED = {  # changes of a configuration or a trainer that are not followed
+    "a loss of its own": METHOD.format("_compute_loss") + "B(args=a)",
+    "the loss of its base": METHOD.format("compute_loss") + "class T(B):\n    pass\nT(args=a)",
+    "a trainer of another file": f"from mine import GRPOTrainer\n{PASSED}",
+    "one of two trainers": "from mine import MyTrainer as M\n"
+                           f"{NAMED}cls = M if x else GRPOTrainer\ncls(args=a)",
+    "a loss that is replaced": f"{PASSED}GRPOTrainer._compute_loss = loss",
+    "a loss that setattr replaces": f"setattr(GRPOTrainer, 'compute_loss', loss)\n{PASSED}",
+    "a class that changes itself": SUBCLASS.replace("CHANGE", "self.epsilon = 0.2"),
+    "super().__init__": SUBCLASS.replace("CHANGE", "super().__init__(**{**k, 'epsilon': 1})"),
+    "a property": SUBCLASS.replace("f(", "epsilon("),
+    "a parameter": f"def f(c):\n    c.epsilon = 0.2\n{NAMED}f(a)",
+    "setattr on a parameter": f"def f(cfg, d):\n    for k in d: setattr(cfg, k, 1)\n{NAMED}",
+    "another name": f"{NAMED}b = a\nb.epsilon = 0.2\nGRPOTrainer(args=a)",
+    "another function": f"{NAMED}GRPOTrainer(args=load('x'))",
+    "a changed name": f"{NAMED}a = replace(a, epsilon=0.2)\nGRPOTrainer(args=a)",
+    "an imported function": f"from mine import tweak\n{NAMED}tweak(a)",
+    "a removed item": IN_DICT.replace("CHANGE", "p.pop('epsilon')"),
+    "del": IN_DICT.replace("CHANGE", "del p['epsilon']"),
+    "*=": f"{NAMED}a.epsilon *= 700",
+    "an attribute of the trainer": f"{PASSED}trainer.epsilon_low = 0.2",
+    "its arguments": f"{PASSED}trainer.args.epsilon = 0.2",
+    "other arguments": f"{PASSED}trainer.args = b",
+    "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
+                  f"        args.epsilon = 0.2\n{PASSED}",
 }
 SHELL = {
     "added keys and quotes": (
@@ -302,6 +353,11 @@ for kind, cases in {"py": PYTHON, "sh": SHELL, "yaml": YAML}.items():
 def test_files(name, text, expected, check):
     pytest.importorskip("yaml")
     assert check(name, text) == expected
+
+
+@pytest.mark.parametrize("text", TOUCHED.values(), ids=TOUCHED)
+def test_a_change_that_is_not_followed_makes_the_verdict_unknown(text, check):
+    assert check("a.py", text)[-1] == "unknown"
 
 
 def test_defaults_that_are_beside_a_file_are_followed(check):
