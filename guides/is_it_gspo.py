@@ -15,7 +15,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from read_settings import HOLE, OF_ENGINES, Code, Unread, flags, flat, number, with_values
+from read_settings import HOLE, OF_ENGINES, Code, Unread, commands, flags, flat, number, with_values
 
 FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_text("utf-8"))
 HEREDOC = re.compile(r"""(?s)([^\n]*<<-?\s*['"]?(\w+)['"]?[^\n]*)\n(.*?)\n\s*\2(?=\n|$)""")
@@ -54,12 +54,12 @@ def yaml_settings(text, folder):
 
 def shell_settings(text, folder):
     """The flags of a script, and the YAML that it writes with cat <<EOF into its --config."""
-    found = flags(HEREDOC.sub("\n", text))
+    found = flags(commands(HEREDOC.sub("\n", text)))
     for line, _, body in HEREDOC.findall(with_values(text)):
         if None in found and Path(found[None]).name in line:
             del found[None]
             found = yaml_settings(body, folder) | found
-    return found if engine_of(found) else flags(text)  # a command may be in the text
+    return found if engine_of(found) else flags(commands(text))  # one may be in the text
 
 
 def python_settings(cells):
@@ -82,7 +82,7 @@ def python_settings(cells):
     words = re.sub(r'(?ms)^ *""".*?"""|add_argument\(.*?\)', "", code)
     words = re.sub(r"\bf?['\"]|['\"],?", " ", re.sub(r"\{[^{}]*\}", HOLE, words))
     shell += "\n".join(command for cell in cells for _, command in re.findall(magic, cell))
-    return found or [flags(words), flags(shell)]
+    return found or [flags(words), flags(commands(shell))]
 
 
 def settings_in(path):

@@ -27,6 +27,9 @@ ASSIGNMENT = rf"""(?<![\w.$-])(\w+)=("[^"]*"|'[^']*'|(?:{SUBSTITUTION}|[^\s;&|])
 ASSIGNED_DEFAULT = r"\$\{(\w+):?=([^}]*)\}"
 VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}\n]*))?\}|\$(\w+)"
                       r"|\$\{[^}\n]*\}|\$\([^()]*\)|`[^`\n]*`")
+QUOTED = r"""("[^"]*"|'[^']*')"""
+COMMENT = re.compile(rf"(?m){QUOTED}|(?:^|(?<=\s))#.*$")
+LIST = rf"""(?<![\w.$-])(\w+)\+?=(\((?:{SUBSTITUTION}|{QUOTED}|[^()"'])*\)|{QUOTED})"""
 FLAG = r"--[A-Za-z][\w.-]*"
 OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
 
@@ -65,9 +68,27 @@ def number(text):
     return float(text) if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text) else math.nan
 
 
+def joined(script):
+    """A shell script without comments, and with one line for each command."""
+    return COMMENT.sub(lambda match: match[1] or "", script).replace("\\\n", " ")
+
+
+def commands(script):
+    """The same, without the lists and texts that no command uses, and without lines that start
+    with a flag. Such a line is no part of a command, for example after a comment."""
+    script = joined(script)
+    lists = [(match[1], match[0]) for match in re.finditer(LIST, script)]
+    script = re.sub(rf"(?m)^ *(({FLAG}|{OVERRIDE}=)|echo|printf).*$", "", re.sub(LIST, "", script))
+    used = [script]
+    for _ in range(5):  # a list may use other lists
+        names = re.findall(r"\$\{?(\w+)|export +(\w+)", "\n".join(used))
+        used = [script, *[text for name, text in lists if name in sum(names, ())]]
+    return "\n".join(used)
+
+
 def with_values(script):
     """A shell script without comments, with the values of its variables where they are known."""
-    script = re.sub(r"(?m)(^|\s)#.*$", "", script).replace("\\\n", " ")
+    script = joined(script)
     names = collections.defaultdict(set)
     for name, text in re.findall(ASSIGNMENT, script) + re.findall(ASSIGNED_DEFAULT, script):
         text = re.sub(rf"\$\{{{name}:?[-=]([^}}]*)\}}", r"\1", text)  # X=${X:-4} sets a default

@@ -238,6 +238,8 @@ TOUCHED = {  # changes of a configuration or a trainer that are not followed
     "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
                   f"        args.epsilon = 0.2\n{PASSED}",
 }
+UNTIL_HIGH = f"{SWIFT}{FLAGS.replace(' --epsilon_high=4e-4', '')} "
+NO_HIGH = *PAPER[:4], 3e-4, "gspo"
 SHELL = {
     "added keys and quotes": (
         VERL.replace("actor_rollout_ref.actor.policy", "+actor_rollout_ref.actor.policy").replace(
@@ -261,7 +263,14 @@ SHELL = {
     "a loop": ("for L in gspo vanilla; do\n" + VERL.replace("=gspo", "=$L") + "\ndone", NO_LEVEL),
     "a comment": ("python -m verl \\\n # actor_rollout_ref.actor.policy_loss.loss_mode=gspo \\\n "
                   "actor_rollout_ref.actor.ppo_mini_batch_size=64 data.train_batch_size=256",
-                  ("token", "tokens", 4, 0.2, 0.2, "not_gspo")),
+                  NOTHING),
+    "a comment ends the command": (UNTIL_HIGH + "# narrow \\\n --epsilon_high 4e-4", NO_HIGH),
+    "spaces end the command": (UNTIL_HIGH + "\\ \n --epsilon_high 4e-4", NO_HIGH),
+    "no comment": (UNTIL_HIGH + "--note 'a # b' \\\n --epsilon_high 4e-4", PAPER),
+    "what the command does not use": (
+        "OLD=(\n --epsilon 0.2  # wide (GRPO)\n)\nMORE='--beta 1 --loss_type bnpo'\n"
+        f"ARGS=(\n  # --epsilon 1\n  {FLAGS}\n)\nARGS+=(--beta 0)\necho ${{OLD[@]}} $MORE\n"
+        'RUN="swift rlhf --rlhf_type grpo ${ARGS[*]}"\neval $RUN', PAPER),
     "a configuration file": (
         "python a.py --config a.yaml --importance_sampling_level sequence", ONLY_LEVEL),
     "slime": ("A=(\n   --advantage-estimator gspo\n   --eps-clip 3e-4\n   --eps-clip-high 4e-4\n)\n"
