@@ -1,4 +1,4 @@
-"""The settings in a Python file or a shell script, for is_it_gspo.py. No code of the file is run.
+"""The settings in a Python file, YAML or a shell script, for is_it_gspo.py. No code is run.
 
 Names, attributes and items are replaced by what is assigned to them anywhere in the file. What is
 assigned twice with different values, only under a condition, or through another name, is unread.
@@ -31,6 +31,8 @@ QUOTED = r"""("[^"]*"|'[^']*')"""
 COMMENT = re.compile(rf"(?m){QUOTED}|(?:^|(?<=\s))#.*$")
 LIST = rf"""(?<![\w.$-])(\w+)\+?=(\((?:{SUBSTITUTION}|{QUOTED}|[^()"'])*\)|{QUOTED})"""
 FLAG = r"--[A-Za-z][\w.-]*"
+YAML_VARIABLE = re.compile(r"\$\{(?:([\w.]+)|(add|mul|div):([^{},]+),([^{},]+))\}")
+SIGNS = {"add": "+", "mul": "*", "div": "/"}
 OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
 
 
@@ -64,6 +66,42 @@ def unread(items, reason):
     return dict.fromkeys(items, may_change) | {None: reason}
 
 
+def with_defaults(text, folder):
+    """The settings of a YAML file, and those of the files beside it that its `defaults` name."""
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("install PyYAML to read it, or pass its settings as flags") from None
+    own = flat(yaml.safe_load(text) or {})
+    bases = own.pop("defaults", [])
+    bases = bases if isinstance(bases, list) else [bases]
+    found = {}
+    for base in bases if "_self_" in bases else [*bases, "_self_"]:  # the last one wins
+        path = folder / f"{str(base).removesuffix('.yaml')}.yaml"
+        if base == "_self_":
+            found |= own
+        elif path.is_file():
+            found |= with_defaults(path.read_text("utf-8"), path.parent)
+        elif not re.fullmatch(OF_ENGINES, str(base)):
+            found = unread(found, base)
+    return found
+
+
+def yaml_settings(text, folder):
+    """The same, with the values of variables such as ${actor.path} and ${mul:2,${actor.size}}."""
+    found = with_defaults(text, folder)
+
+    def known(match):
+        name, sign, left, right = match.groups()
+        value = found.get(name, match[0]) if name else computed(left + SIGNS[sign] + right)
+        return match[0] if isinstance(value, Unread) else str(value)
+
+    for _ in range(5):  # a value may name other variables
+        for key, value in found.items():
+            found[key] = YAML_VARIABLE.sub(known, str(value)) if "${" in str(value) else value
+    return {key: Unread(value) if "${" in str(value) else value for key, value in found.items()}
+
+
 def number(text):
     return float(text) if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text) else math.nan
 
@@ -79,11 +117,11 @@ def commands(script):
     script = joined(script)
     lists = [(match[1], match[0]) for match in re.finditer(LIST, script)]
     script = re.sub(rf"(?m)^ *(({FLAG}|{OVERRIDE}=)|echo|printf).*$", "", re.sub(LIST, "", script))
-    used = [script]
+    used = script
     for _ in range(5):  # a list may use other lists
-        names = re.findall(r"\$\{?(\w+)|export +(\w+)", "\n".join(used))
-        used = [script, *[text for name, text in lists if name in sum(names, ())]]
-    return "\n".join(used)
+        names = {name for pair in re.findall(r"\$\{?(\w+)|export +(\w+)", used) for name in pair}
+        used = "\n".join([script, *[text for name, text in lists if name in names]])
+    return used
 
 
 def with_values(script):
@@ -109,14 +147,17 @@ def with_values(script):
     return VARIABLE.sub(HOLE, script)
 
 
-def flags(script):
+def flags(script, is_script=False):
     """The settings of a command or a shell script: --flag value, --flag=value and a.b=value."""
+    script = commands(script) if is_script else script
     texts = re.sub(r"""(?<![\w.$-])\w+\+?=(?=["'])""", " ", with_values(script))  # NAME="--flag 1"
     plain = re.sub("['\"]", "", texts)
     words = re.findall(r"[^\s;&|()]+|[\n;&|()]", plain) + ["\n", "\n"]
     found = {}
     for i, word in enumerate(words[:-2]):
         key, equals, value = word.partition("=")
+        if word == "-m":  # the module of a command
+            found["-m"] = words[i + 1]
         if not re.fullmatch(f"{FLAG}|{OVERRIDE}" if equals else FLAG, key):
             continue
         key = key.lstrip("+~-").replace("-", "_")
@@ -226,11 +267,8 @@ class Code:
     def pairs(self, node):
         """The keys and value nodes of a dict, a call or a class. The key of **x is None."""
         if isinstance(node, ast.ClassDef):
-            return [
-                (None, base)
-                for base in node.bases
-                if text_of(base) in self.assigned or CONFIG.search(text_of(base))
-            ]
+            return [(None, base) for base in node.bases
+                    if text_of(base) in self.assigned or CONFIG.search(text_of(base))]
         if isinstance(node, ast.Dict):
             keys = [key and self.value(key) for key in node.keys]
             return list(zip(keys, node.values))
@@ -381,8 +419,9 @@ class Code:
         result = []
         for call in self.nodes:
             name = text_of(call.func) if isinstance(call, ast.Call) else ""
-            is_ours = re.search("(?i)g[rs]po.*trainer", name)
-            is_ours = is_ours or self.is_made_here(name, ast.ClassDef)
+            bases = [text_of(base) for one in self.assigned.get(name, ())
+                     for base in getattr(one, "bases", ())]
+            is_ours = re.search("(?i)g[rs]po.*trainer", " ".join([name, *bases]))
             if self.is_run(call) is False or not (is_ours or TRAINER.search(name)):
                 continue
             given = {word.arg: word.value for word in call.keywords} | dict(enumerate(call.args))
@@ -412,13 +451,8 @@ class Code:
                     found.append((self.changed(value, name), name))
             if found:
                 return [self.hidden(*one) for one in self.passed(found, kind is ast.Call)]
-        owners = set()
-        for text in self.assigned:
-            owner, _, key = text.rpartition(".")
-            if key == "importance_sampling_level" and owner not in ("", "self"):
-                owners.add(owner)
-        found = [self.changed({None: owner}, owner) for owner in sorted(owners)]
-        for node in self.nodes:
-            if isinstance(node, ast.Dict) and not isinstance(node.parent, ast.Dict):
-                found.append(self.contents(node))
-        return found
+        owners = {text.rpartition(".")[0] for text in self.assigned
+                  if text.endswith(".importance_sampling_level")}
+        found = [self.changed({None: owner}, owner) for owner in sorted(owners - {"self"})]
+        return found + [self.contents(node) for node in self.nodes if isinstance(node, ast.Dict)
+                        and not isinstance(node.parent, ast.Dict)]
