@@ -14,7 +14,7 @@ DICTS = "dict", "SimpleNamespace", "Namespace", "EasyDict"  # calls that keep th
 KNOWN = re.compile(r"(^|\.)((Unsloth)?GRPOConfig|RLHFArguments)$")  # with the defaults of an engine
 IMPORTS = re.compile(r"(trl(?!\.experimental)|unsloth\w*|swift|transformers)(\.|$)")
 TRAINER = re.compile(r"(?i)trainer(_?cls|_?class)?$")
-LOSS = re.compile(r"^_?compute_loss|logps|^args$|training_step|_prepare_inputs|_generate_and_score")
+LOSS = re.compile(r"^_?compute_loss|logps|^args$|^\(\)$|training_step|_prepare_inputs|_and_score")
 INNER = re.compile(r"Config$|Arguments$|Trainer|Callback")  # classes that may change settings
 FRESH = re.compile(r"(^|\.)([A-Z]\w*|dict|defaultdict|parse_args|deepcopy|replace)$")  # new objects
 LIKE = re.compile(r"(?i)arg|cfg|conf|trainer|\(\)$")  # may be a configuration
@@ -259,7 +259,7 @@ class Code:
             found = [(getattr(call.args[1], "value", "*"), value)]
         elif isinstance(call.parent, ast.Expr) and not HARMLESS.search(name) and (
                 not self.is_made_here(name, (ast.FunctionDef, ast.ClassDef))):
-            for node in call.args:  # f(x), which is run only for what it changes
+            for node in [*call.args, *[word.value for word in call.keywords]]:  # it changes them
                 self.assigned[f"{text_of(node)}.()"].append(call.func)
         for key, value in found:
             self.record(f"{owner}.{key if isinstance(key, str) else '*'}", value, call)
@@ -406,7 +406,7 @@ class Code:
             is_trainer = any(TRAINER.search(one) for one in [owner, *makers])
             is_other = makers and all(map(FRESH.search, makers)) and not is_trainer
             is_own = owner in ("", "self", "model", name)
-            if is_other or is_own or key in ("", "()"):
+            if is_other or is_own or not key or key == "()" and not is_trainer:
                 continue
             if key == "*" and LIKE.search(owner) or is_trainer and LOSS.search(key):
                 return unread(value, text)
