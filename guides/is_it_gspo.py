@@ -150,7 +150,8 @@ def judged(settings):
         "updates": int(updates) if updates % 1 == 0 else updates,
         "eps_low": number(low),
         "eps_high": number(high)}
-    if values["mean"] == "unknown" and mean not in (HOLE, "?"):  # the name of a loss
+    is_named = values["mean"] == "unknown" and mean not in (HOLE, "?")  # a loss we do not know
+    if is_named and values["level"] == "sequence":
         values["level"] = "unknown"
         sources["level"] += *sources["mean"], "which is not a loss of this engine"
     values["verdict"] = verdict(**values, is_sampler=sampler != "False")

@@ -6,6 +6,7 @@ If the trainer may have another loss than the engine, all settings are unread.
 """
 import ast
 import collections
+import functools
 import math
 import re
 
@@ -18,7 +19,8 @@ LOSS = re.compile(r"^_?compute_loss|logps|^args$|^\(\)$|training_step|_prepare_i
 INNER = re.compile(r"Config$|Arguments$|Trainer|Callback")  # classes that may change settings
 FRESH = re.compile(r"(^|\.)([A-Z]\w*|dict|defaultdict|parse_args|deepcopy|replace)$")  # new objects
 LIKE = re.compile(r"(?i)arg|cfg|conf|trainer|\(\)$")  # may be a configuration
-HARMLESS = re.compile(r"(?i)\.|print|log|display|save|show|trainer$")  # calls without changes
+HARMLESS = re.compile(r"(?i)print|log|display|save|show|json|trainer$")  # calls without changes
+DICT = ast.Name("dict")
 COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
 OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo_trainer)(\.yaml)?"  # files with an engine's own defaults
 HOLE = "<?>"  # stands in a script for what cannot be read
@@ -29,7 +31,7 @@ VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}\n]*)
                       r"|\$\{[^}\n]*\}|\$\([^()]*\)|`[^`\n]*`")
 QUOTED = r"""("[^"]*"|'[^']*')"""
 COMMENT = re.compile(rf"(?m){QUOTED}|(?:^|(?<=\s))#.*$")
-LIST = rf"""(?<![\w.$-])(\w+)\+?=(\((?:{SUBSTITUTION}|{QUOTED}|[^()"'])*\)|{QUOTED})"""
+LIST = rf"""(?<![\w.$-])(\w+)\+?=(\((?:{QUOTED}|\$\([^()]*\)|[^()"'])*\)|{QUOTED})"""
 FLAG = r"--[A-Za-z][\w.-]*"
 YAML_VARIABLE = re.compile(r"\$\{(?:([\w.]+)|(add|mul|div):([^{},]+),([^{},]+))\}")
 SIGNS = {"add": "+", "mul": "*", "div": "/"}
@@ -173,6 +175,7 @@ def flags(script, is_script=False):
     return found
 
 
+@functools.cache
 def text_of(node):
     """The source of an expression. It is the same for x["a"] and x.a."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -186,7 +189,7 @@ class Code:
     def __init__(self, body):
         self.nodes = list(ast.walk(ast.Module(body, [])))
         self.assigned = collections.defaultdict(list)
-        self.open, self.other_losses = [], []
+        self.open, self.other_losses, self.made_here = [], [], set()
         for node in self.nodes:
             for child in ast.iter_child_nodes(node):
                 child.parent = node
@@ -209,12 +212,13 @@ class Code:
                 self.assigned[node.asname or node.name].append(ast.Name(origin))
                 if TRAINER.search(node.name) and origin != node.name:
                     self.other_losses.append(origin)
-            elif isinstance(node, ast.FunctionDef) and isinstance(node.parent, ast.ClassDef):
-                self.record(f"self.{node.name}", ast.Name(f"{node.name}()"), node)
-                if LOSS.search(node.name):
-                    self.other_losses.append(f"{node.parent.name}.{node.name}")
             elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                self.assigned[node.name].append(node)
+                self.made_here.add(node.name)
+                is_inner = isinstance(node.parent, ast.ClassDef)
+                if is_inner or isinstance(node, ast.ClassDef) or "Config" in text_of(node):
+                    self.record("self." * is_inner + node.name, node, node)
+                if LOSS.search(node.name):
+                    self.other_losses.append(node.name)
             elif isinstance(node, ast.Call):
                 self.keep_changes(node)
 
@@ -257,10 +261,11 @@ class Code:
         elif re.search(r"(set|del)attr(__)?$|patch\.object$", name) and len(call.args) > 1:
             owner, value = text_of(call.args[0]), [*call.args, ast.Name(ast.unparse(call))][2]
             found = [(getattr(call.args[1], "value", "*"), value)]
-        elif isinstance(call.parent, ast.Expr) and not HARMLESS.search(name) and (
-                not self.is_made_here(name, (ast.FunctionDef, ast.ClassDef))):
-            for node in [*call.args, *[word.value for word in call.keywords]]:  # it changes them
-                self.assigned[f"{text_of(node)}.()"].append(call.func)
+        elif isinstance(call.parent, ast.Expr) and not (
+                HARMLESS.search(name) or name in self.made_here):
+            given = [*call.args, *[word.value for word in call.keywords]]
+            for text in [f"{owner}."] if owner else [f"{text_of(node)}.()" for node in given]:
+                self.assigned[text].append(call.func)
         for key, value in found:
             self.record(f"{owner}.{key if isinstance(key, str) else '*'}", value, call)
 
@@ -331,7 +336,7 @@ class Code:
                 if isinstance(owner, dict):
                     return owner.get(key, default)
                 return Unread(text_of(node))
-            if self.is_made_here(name, ast.FunctionDef):
+            if isinstance([*self.assigned.get(name, ()), None][0], ast.FunctionDef):
                 return self.value(node.func)
             if name in COPIES and node.args:
                 made = self.value(node.args[0])
@@ -357,9 +362,6 @@ class Code:
         if isinstance(other, dict) and is_run:
             return made | other
         return unread(made, text_of(node))
-
-    def is_made_here(self, name, kind):
-        return any(isinstance(one, kind) for one in self.assigned.get(name, ()))
 
     def is_run(self, node):
         """Whether the conditions around a node hold. None if this cannot be read."""
@@ -400,7 +402,7 @@ class Code:
             value = unread(value, reason)
         for text in list(self.assigned):
             owner, _, key = text.rpartition(".")
-            makers = [text_of(getattr(one, "func", ast.Name("dict")))
+            makers = [text_of([*getattr(one, "bases", ()), getattr(one, "func", DICT)][0])
                       if isinstance(one, (ast.Call, ast.Dict, ast.ClassDef, ast.Constant)) else ""
                       for one in self.assigned.get(owner, ())]
             is_trainer = any(TRAINER.search(one) for one in [owner, *makers])
