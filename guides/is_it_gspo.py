@@ -118,8 +118,8 @@ def updates_of(settings, engine):
 
 def read(settings, engine):
     """{what decides: (its value, where it is from, ...)}"""
-    found = {name: look(settings, *engine[name], engine)
-             for name in ("level", "mean", "low", "high", "old")}
+    names = "level", "mean", "eps_low", "eps_high", "old"
+    found = {name: look(settings, *engine[name], engine) for name in names}
     found |= {"updates": updates_of(settings, engine), "sampler": ("False",)}
     own = {key: value for key, value in settings.items() if key is not None}
     for conditions, changes in engine.get("instead", ()):  # other settings may decide
@@ -141,8 +141,7 @@ def judged(settings):
         return dict.fromkeys(names, "unknown"), {"level": ["no setting of a known engine is found"]}
     found = read(settings, engine)
     level, mean, low, high, _, updates, sampler = [one[0] for one in found.values()]
-    sources = dict(zip(("level", "mean", "eps_low", "eps_high", "old", "updates", "sampler"),
-                       [one[1:] for one in found.values()]))
+    sources = {name: one[1:] for name, one in found.items()}
     updates = number(str(updates))
     values = {
         "level": engine.get("levels", FACTS["levels"]).get(level.lower(), "unknown"),
@@ -185,12 +184,13 @@ def remarks(runs):
         found += [f"{base} may add more to the loss"] * bool(base)
         own = {key: value for key, value in run.items() if key is not None}
         for name, (default, *needed) in engine["additions"].items():
-            pairs = [(name, default), *[one.split("=") for one in needed]]
-            read = [(name, *look(own, name, default, engine)) for name, default in pairs]
-            off = [re.sub(r"\.0+$", "", value.lower()) in FACTS["harmless"].get(name, FACTS["off"])
-                   for name, value, _ in read]
-            if not any(off):
-                found.append(FACTS["additions"].format(source=read[0][2]))
+            source = look(own, name, default, engine)[1]
+            for item, usual in [(name, default), *[one.split("=") for one in needed]]:
+                value = re.sub(r"\.0+$", "", look(own, item, usual, engine)[0].lower())
+                if value in FACTS["harmless"].get(item, FACTS["off"]):
+                    break
+            else:
+                found.append(FACTS["additions"].format(source=source))
         name, default, expected = engine.get("advantages", ("", "", ""))
         value, source = look(run, name, default, engine)
         if not re.fullmatch(expected, value):
@@ -211,9 +211,9 @@ def answer(values, mean):
 
 
 def together(runs):
-    """One result: of the runs with a ratio per sequence, if there are some. Otherwise, of all."""
+    """One result: of the runs that may have a ratio per sequence, or of all if there are none."""
     results = [judged(run) for run in runs]
-    results = [one for one in results if one[0]["level"] == "sequence"] or results
+    results = [one for one in results if one[0]["level"] != "token"] or results
     values, sources = results[0]
     for others, _ in results[1:]:
         for key in [key for key in values if values[key] != others[key]]:

@@ -95,7 +95,7 @@ def yaml_settings(text, folder):
 
     def known(match):
         name, sign, left, right = match.groups()
-        value = found.get(name, match[0]) if name else computed(left + SIGNS[sign] + right)
+        value = found.get(name, match[0]) if name else computed(f"{left}{SIGNS[sign]}{right}")
         return match[0] if isinstance(value, Unread) else str(value)
 
     for _ in range(5):  # a value may name other variables

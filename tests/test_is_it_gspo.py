@@ -233,6 +233,7 @@ TOUCHED = {  # changes of a configuration or a trainer that are not followed
     "a method of the configuration": f"{NAMED}a.reset(epsilon=1)",
     "a loss in a class": f"class T(GRPOTrainer):\n    _compute_loss = f\n{NAMED}T(args=a)",
     "a loss outside a class": f"@patch\ndef _compute_loss(self):\n    return 0\n{PASSED}",
+    "a second trainer": f"{PASSED}GRPOTrainer(args=load('x'))",
     "a removed item": IN_DICT.replace("CHANGE", "p.pop('epsilon')"),
     "del": IN_DICT.replace("CHANGE", "del p['epsilon']"),
     "*=": f"{NAMED}a.epsilon *= 700",
