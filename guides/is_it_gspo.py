@@ -184,7 +184,7 @@ def remarks(runs):
         found += [f"{base} may add more to the loss"] * bool(base)
         own = {key: value for key, value in run.items() if key is not None}
         for name, (default, *needed) in engine["additions"].items():
-            source = look(own, name, default, engine)[1]
+            source = look(own, name, default, engine)[1].removesuffix(", which cannot be read")
             for item, usual in [(name, default), *[one.split("=") for one in needed]]:
                 value = re.sub(r"\.0+$", "", look(own, item, usual, engine)[0].lower())
                 if value in FACTS["harmless"].get(item, FACTS["off"]):

@@ -434,6 +434,7 @@ SAMPLER = "The old log-probs are then those of the sampler"
     (f"{FLAGS} --beta 0.04", ["beta = 0.04, which the verdict does not consider"]),
     (f"{FLAGS} --beta 0.0 --delta 2 --top_entropy_quantile 1.0", ["delta = 2, which"]),
     (FLAGS, []),
+    (f"{FLAGS} --beta $1", ["beta = <.>, which the verdict does not consider"]),
     (f"{FLAGS} --use_vllm true", ["vllm_importance_sampling_correction is not set"]),
     (f"{FLAGS} --use_vllm true --vllm_importance_sampling_correction false", []),
     (f"{FLAGS} --use_vllm --unsloth 1", ["beta is not set; the default of Unsloth .* is 0.001"]),
@@ -448,7 +449,8 @@ SAMPLER = "The old log-probs are then those of the sampler"
     (f"{SLIME} --use-kl-loss --entropy-coef 0.00", []),
     ("--actor.policy_loss_type gspo --algo.advantage.estimator group_norm", ["kl.init_coef"]),
     ("trainer.algorithm.policy_loss_type=gspo generator.apply_overlong_filtering=true "
-     "trainer.algorithm.use_kl_loss=false", ["generator.apply_overlong_filtering = true"]),
+     "trainer.algorithm.use_kl_loss=false trainer.policy.megatron_config.moe_aux_loss_coeff=0.01",
+     ["generator.apply_overlong_filtering = true"]),
     ("--num_return_sequences_in_group 8 --adv_estimator grpo --norm_mean_type batch", []),
     ("--ratio_clip_min 3e-4 --use_leave_one_out_baseline false --reference_policy_kl_penalty 0 "
      "--overlong_filtering true", ["overlong_filtering = true"]),
