@@ -15,51 +15,20 @@ import sys
 import tomllib
 from pathlib import Path
 
-from read_settings import HOLE, OF_ENGINES, Code, Unread, flags, flat, number, with_values
+from read_settings import HOLE, Code, Unread, flags, flat, number, with_values, yaml_settings
 
 FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_text("utf-8"))
 HEREDOC = re.compile(r"""(?s)([^\n]*<<-?\s*['"]?(\w+)['"]?[^\n]*)\n(.*?)\n\s*\2(?=\n|$)""")
 
 
-def with_defaults(text, folder):
-    """The settings of a YAML file, and those of the files beside it that its `defaults` name."""
-    try:
-        import yaml
-    except ImportError:
-        raise ValueError("install PyYAML to read it, or pass its settings as flags") from None
-    own = flat(yaml.safe_load(text) or {})
-    bases = own.pop("defaults", [])
-    bases = bases if isinstance(bases, list) else [bases]
-    found = {}
-    for base in bases if "_self_" in bases else [*bases, "_self_"]:  # the last one wins
-        path = folder / f"{str(base).removesuffix('.yaml')}.yaml"
-        if base == "_self_":
-            found |= own
-        elif path.is_file():
-            found |= with_defaults(path.read_text("utf-8"), path.parent)
-        elif not re.fullmatch(OF_ENGINES, str(base)):
-            may_change = Unread(f"{HOLE}, because {base} may change it")
-            found = dict.fromkeys(found, may_change) | {None: base}
-    return found
-
-
-def yaml_settings(text, folder):
-    """The same, with the values of variables such as ${actor.path}."""
-    found = with_defaults(text, folder)
-    for key, value in found.items():
-        name = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
-        found[key] = found.get(name[1], Unread(value)) if name else value
-    return found
-
-
 def shell_settings(text, folder):
     """The flags of a script, and the YAML that it writes with cat <<EOF into its --config."""
-    found = flags(HEREDOC.sub("\n", text))
+    found = flags(HEREDOC.sub("\n", text), is_script=True)
     for line, _, body in HEREDOC.findall(with_values(text)):
         if None in found and Path(found[None]).name in line:
             del found[None]
             found = yaml_settings(body, folder) | found
-    return found if engine_of(found) else flags(text)  # a command may be in the text
+    return found if engine_of(found) else flags(text, is_script=True)  # in a text
 
 
 def python_settings(cells):
@@ -82,7 +51,7 @@ def python_settings(cells):
     words = re.sub(r'(?ms)^ *""".*?"""|add_argument\(.*?\)', "", code)
     words = re.sub(r"\bf?['\"]|['\"],?", " ", re.sub(r"\{[^{}]*\}", HOLE, words))
     shell += "\n".join(command for cell in cells for _, command in re.findall(magic, cell))
-    return found or [flags(words), flags(shell)]
+    return found or [flags(words), flags(shell, is_script=True)]
 
 
 def settings_in(path):
@@ -111,8 +80,10 @@ def look(settings, names, default, engine):
     """The value of the first of these names that is set, or the default; and where it is from."""
     for name in names.split("|"):
         for key, value in settings.items():
-            is_set = value is not None and str(value) not in ("None", "null")
-            if is_set and f".{key}".endswith("." + name.strip("!")):
+            if f".{key}".endswith("." + name.strip("!")):
+                if str(value) in ("None", "null"):
+                    default = engine.get("null", {}).get(name, default)
+                    continue
                 if isinstance(value, Unread) or HOLE in str(value):
                     return HOLE, f"{key} = {value}, which cannot be read"
                 if "!" in name:
@@ -120,7 +91,7 @@ def look(settings, names, default, engine):
                 return str(value), f"{key} = {value}"
     if None in settings and names:
         return HOLE, f"{names.split('|')[0]} may be set in {settings[None]}"
-    if default in engine["same"]:
+    if default in engine.get("same", {}):
         return look(settings, default, engine["same"][default], engine)
     for key, value in settings.items() if names == engine["level"][0] else ():
         if re.search("(loss|algo|estimator|method|variant).*=gspo", f"{key}={value}".lower()):
@@ -142,7 +113,24 @@ def updates_of(settings, engine):
         if updates == updates:
             break
     is_rounded = engine.get("is_whole") and updates == updates
-    return math.ceil(updates) if is_rounded else updates, sources
+    return math.ceil(updates) if is_rounded else updates, *sources
+
+
+def read(settings, engine):
+    """{what decides: (its value, where it is from, ...)}"""
+    names = "level", "mean", "eps_low", "eps_high", "old"
+    found = {name: look(settings, *engine[name], engine) for name in names}
+    found |= {"updates": updates_of(settings, engine), "sampler": ("False",)}
+    own = {key: value for key, value in settings.items() if key is not None}
+    for conditions, changes in engine.get("instead", ()):  # other settings may decide
+        met = [(*look(own, name, default, engine), pattern)
+               for name, (default, pattern) in conditions.items()]
+        if all(value == HOLE or re.fullmatch(pattern, value, re.I) for value, _, pattern in met):
+            for name, item in changes.items():
+                value, source = look(settings, *item, engine)
+                sources = [source for _, source, _ in met] + [source] * bool(item[0])
+                found[name] = HOLE if any(one[0] == HOLE for one in met) else value, *sources
+    return found
 
 
 def judged(settings):
@@ -151,50 +139,64 @@ def judged(settings):
     if engine is None:
         names = "level", "mean", "updates", "eps_low", "eps_high", "verdict"
         return dict.fromkeys(names, "unknown"), {"level": ["no setting of a known engine is found"]}
-    level, mean, low, high, old = (look(settings, *engine[name], engine)
-                                   for name in ("level", "mean", "low", "high", "old"))
-    updates, steps = updates_of(settings, engine)
+    found = read(settings, engine)
+    level, mean, low, high, _, updates, sampler = [one[0] for one in found.values()]
+    sources = {name: one[1:] for name, one in found.items()}
+    updates = number(str(updates))
     values = {
-        "level": engine.get("levels", FACTS["levels"]).get(level[0].lower(), "unknown"),
-        "mean": FACTS["means"].get(mean[0].lower(), "unknown"),
+        "level": engine.get("levels", FACTS["levels"]).get(level.lower(), "unknown"),
+        "mean": FACTS["means"].get(mean.lower(), "unknown"),
         "updates": int(updates) if updates % 1 == 0 else updates,
-        "eps_low": number(low[0]),
-        "eps_high": number(high[0])}
-    values["verdict"] = verdict(**values)
+        "eps_low": number(low),
+        "eps_high": number(high)}
+    is_named = values["mean"] == "unknown" and mean not in (HOLE, "?")  # a loss we do not know
+    if is_named and values["level"] == "sequence":
+        values["level"] = "unknown"
+        sources["level"] += *sources["mean"], "which is not a loss of this engine"
+    values["verdict"] = verdict(**values, is_sampler=sampler != "False")
     values = {key: "unknown" if value != value else value for key, value in values.items()}
-    sources = {"level": [level[1]], "mean": [mean[1]], "updates": steps, "eps_low": [low[1]],
-               "eps_high": [high[1]], "old": [old[1]]}
     if values["mean"] == "other":
-        sources["words"] = f"{FACTS['other_means'][mean[0].lower()]} ({mean[0]})"
+        sources["words"] = f"{FACTS['other_means'][mean.lower()]} ({mean})"
     return values, sources
 
 
-def verdict(level, mean, updates, eps_low, eps_high):
+def verdict(level, mean, updates, eps_low, eps_high, is_sampler=False):
     if level == "unknown":
         return "unknown"
     if level == "token":
         return "not_gspo"
-    if updates and 1 / updates % 1 == 0:  # one update, or several rollouts for one update
+    is_one = updates and 1 / updates % 1 == 0  # or several rollouts for one update
+    if is_one and not is_sampler:
         return "never_clipped"
     if mean in ("tokens", "other"):
         return "other_mean"
     if eps_low > 0.05 or eps_high > 0.05:
         return "wide_range"
-    return "gspo" if mean == "responses" and eps_low + eps_high > 0 else "unknown"
+    is_known = mean == "responses" and eps_low + eps_high > 0 and not is_one
+    return "gspo" if is_known else "unknown"
 
 
 def remarks(runs):
     """What a user should know besides the verdict, which does not depend on it."""
     found = [f"the file has {len(runs)} configurations"] * (len(runs) > 1)
     for run in runs:
-        for key, value in run.items():
-            harmless = FACTS["additions"].get(str(key).split(".")[-1], [str(value)])
-            if str(value) not in harmless:
-                found.append(f"{key} = {value}, which the verdict does not consider")
-        engine = engine_of(run)
-        estimator, source = look(run, *engine.get("advantages", ("", "grpo")), engine)
-        if estimator != "grpo":
-            found.append(f"{source}. {FACTS['advantages']}")
+        engine, base = engine_of(run), run.get(None)
+        found += [f"{base} may add more to the loss"] * bool(base)
+        own = {key: value for key, value in run.items() if key is not None}
+        for name, (default, *needed) in engine["additions"].items():
+            source = look(own, name, default, engine)[1].removesuffix(", which cannot be read")
+            for item, usual in [(name, default), *[one.split("=") for one in needed]]:
+                value = re.sub(r"\.0+$", "", look(own, item, usual, engine)[0].lower())
+                if value in FACTS["harmless"].get(item, FACTS["off"]):
+                    break
+            else:
+                found.append(FACTS["additions"].format(source=source))
+        name, default, expected = engine.get("advantages", ("", "", ""))
+        value, source = look(run, name, default, engine)
+        if not re.fullmatch(expected, value):
+            found.append(FACTS["advantages"].format(source=source, name=name, value=expected))
+        sampler = " and ".join(judged(run)[1]["sampler"])
+        found += [FACTS["sampler"].format(source=sampler)] * bool(sampler)
     return dict.fromkeys(found)
 
 
@@ -209,18 +211,21 @@ def answer(values, mean):
 
 
 def together(runs):
-    """One result: of the runs with a ratio per sequence, if there are some. Otherwise, of all."""
+    """One result: of the runs that may have a ratio per sequence, or of all if there are none."""
     results = [judged(run) for run in runs]
-    results = [one for one in results if one[0]["level"] == "sequence"] or results
+    results = [one for one in results if one[0]["level"] != "token"] or results
     values, sources = results[0]
     for others, _ in results[1:]:
         for key in [key for key in values if values[key] != others[key]]:
             values[key] = "unknown"
-            sources.setdefault(key, []).append("several configurations of the file differ")
+            sources[key] = *sources.get(key, ()), "several configurations of the file differ"
     return values, sources
 
 
 def main(arguments):
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return
     words = [word for word in arguments if word != "--json"]
     files = [word for word in words if Path(word).is_file()]
     words = [word for word in words if word not in files]

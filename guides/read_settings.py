@@ -1,16 +1,26 @@
-"""The settings in a Python file or a shell script, for is_it_gspo.py. No code of the file is run.
+"""The settings in a Python file, YAML or a shell script, for is_it_gspo.py. No code is run.
 
 Names, attributes and items are replaced by what is assigned to them anywhere in the file. What is
-assigned twice with different values, or only under a condition, is unread.
+assigned twice with different values, only under a condition, or through another name, is unread.
+If the trainer may have another loss than the engine, all settings are unread.
 """
 import ast
 import collections
+import functools
 import math
 import re
 
 CONFIG = re.compile(r"(GRPO|GSPO)\w*Config$|RLHFArguments$")
 DICTS = "dict", "SimpleNamespace", "Namespace", "EasyDict"  # calls that keep their keywords
 KNOWN = re.compile(r"(^|\.)((Unsloth)?GRPOConfig|RLHFArguments)$")  # with the defaults of an engine
+IMPORTS = re.compile(r"(trl(?!\.experimental)|unsloth\w*|swift|transformers)(\.|$)")
+TRAINER = re.compile(r"(?i)trainer(_?cls|_?class)?$")
+LOSS = re.compile(r"^_?compute_loss|logps|^args$|^\(\)$|training_step|_prepare_inputs|_and_score")
+INNER = re.compile(r"Config$|Arguments$|Trainer|Callback")  # classes that may change settings
+FRESH = re.compile(r"(^|\.)([A-Z]\w*|dict|defaultdict|parse_args|deepcopy|replace)$")  # new objects
+LIKE = re.compile(r"(?i)arg|cfg|conf|trainer|\(\)$")  # may be a configuration
+HARMLESS = re.compile(r"(?i)print|log|display|save|show|json|trainer$")  # calls without changes
+DICT = ast.Name("dict")
 COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
 OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo_trainer)(\.yaml)?"  # files with an engine's own defaults
 HOLE = "<?>"  # stands in a script for what cannot be read
@@ -19,7 +29,12 @@ ASSIGNMENT = rf"""(?<![\w.$-])(\w+)=("[^"]*"|'[^']*'|(?:{SUBSTITUTION}|[^\s;&|])
 ASSIGNED_DEFAULT = r"\$\{(\w+):?=([^}]*)\}"
 VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}\n]*))?\}|\$(\w+)"
                       r"|\$\{[^}\n]*\}|\$\([^()]*\)|`[^`\n]*`")
+QUOTED = r"""("[^"]*"|'[^']*')"""
+COMMENT = re.compile(rf"(?m){QUOTED}|(?:^|(?<=\s))#.*$")
+LIST = rf"""(?<![\w.$-])(\w+)\+?=(\((?:{QUOTED}|\$\([^()]*\)|[^()"'])*\)|{QUOTED})"""
 FLAG = r"--[A-Za-z][\w.-]*"
+YAML_VARIABLE = re.compile(r"\$\{(?:([\w.]+)|(add|mul|div):([^{},]+),([^{},]+))\}")
+SIGNS = {"add": "+", "mul": "*", "div": "/"}
 OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
 
 
@@ -47,13 +62,73 @@ def flat(items, path=""):
     return found
 
 
+def unread(items, reason):
+    """The same settings, if something that is not read may change all of them."""
+    may_change = Unread(f"{HOLE}, because {reason} may change it")
+    return dict.fromkeys(items, may_change) | {None: reason}
+
+
+def with_defaults(text, folder):
+    """The settings of a YAML file, and those of the files beside it that its `defaults` name."""
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("install PyYAML to read it, or pass its settings as flags") from None
+    own = flat(yaml.safe_load(text) or {})
+    bases = own.pop("defaults", [])
+    bases = bases if isinstance(bases, list) else [bases]
+    found = {}
+    for base in bases if "_self_" in bases else [*bases, "_self_"]:  # the last one wins
+        path = folder / f"{str(base).removesuffix('.yaml')}.yaml"
+        if base == "_self_":
+            found |= own
+        elif path.is_file():
+            found |= with_defaults(path.read_text("utf-8"), path.parent)
+        elif not re.fullmatch(OF_ENGINES, str(base)):
+            found = unread(found, base)
+    return found
+
+
+def yaml_settings(text, folder):
+    """The same, with the values of variables such as ${actor.path} and ${mul:2,${actor.size}}."""
+    found = with_defaults(text, folder)
+
+    def known(match):
+        name, sign, left, right = match.groups()
+        value = found.get(name, match[0]) if name else computed(f"{left}{SIGNS[sign]}{right}")
+        return match[0] if isinstance(value, Unread) else str(value)
+
+    for _ in range(5):  # a value may name other variables
+        for key, value in found.items():
+            found[key] = YAML_VARIABLE.sub(known, str(value)) if "${" in str(value) else value
+    return {key: Unread(value) if "${" in str(value) else value for key, value in found.items()}
+
+
 def number(text):
     return float(text) if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text) else math.nan
 
 
+def joined(script):
+    """A shell script without comments, and with one line for each command."""
+    return COMMENT.sub(lambda match: match[1] or "", script).replace("\\\n", " ")
+
+
+def commands(script):
+    """The same, without the lists and texts that no command uses, and without lines that start
+    with a flag. Such a line is no part of a command, for example after a comment."""
+    script = joined(script)
+    lists = [(match[1], match[0]) for match in re.finditer(LIST, script)]
+    script = re.sub(rf"(?m)^ *(({FLAG}|{OVERRIDE}=)|echo|printf).*$", "", re.sub(LIST, "", script))
+    used = script
+    for _ in range(5):  # a list may use other lists
+        names = {name for pair in re.findall(r"\$\{?(\w+)|export +(\w+)", used) for name in pair}
+        used = "\n".join([script, *[text for name, text in lists if name in names]])
+    return used
+
+
 def with_values(script):
     """A shell script without comments, with the values of its variables where they are known."""
-    script = re.sub(r"(?m)(^|\s)#.*$", "", script).replace("\\\n", " ")
+    script = joined(script)
     names = collections.defaultdict(set)
     for name, text in re.findall(ASSIGNMENT, script) + re.findall(ASSIGNED_DEFAULT, script):
         text = re.sub(rf"\$\{{{name}:?[-=]([^}}]*)\}}", r"\1", text)  # X=${X:-4} sets a default
@@ -74,14 +149,17 @@ def with_values(script):
     return VARIABLE.sub(HOLE, script)
 
 
-def flags(script):
+def flags(script, is_script=False):
     """The settings of a command or a shell script: --flag value, --flag=value and a.b=value."""
+    script = commands(script) if is_script else script
     texts = re.sub(r"""(?<![\w.$-])\w+\+?=(?=["'])""", " ", with_values(script))  # NAME="--flag 1"
     plain = re.sub("['\"]", "", texts)
     words = re.findall(r"[^\s;&|()]+|[\n;&|()]", plain) + ["\n", "\n"]
     found = {}
     for i, word in enumerate(words[:-2]):
         key, equals, value = word.partition("=")
+        if word == "-m":  # the module of a command
+            found["-m"] = words[i + 1]
         if not re.fullmatch(f"{FLAG}|{OVERRIDE}" if equals else FLAG, key):
             continue
         key = key.lstrip("+~-").replace("-", "_")
@@ -97,6 +175,7 @@ def flags(script):
     return found
 
 
+@functools.cache
 def text_of(node):
     """The source of an expression. It is the same for x["a"] and x.a."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -110,7 +189,7 @@ class Code:
     def __init__(self, body):
         self.nodes = list(ast.walk(ast.Module(body, [])))
         self.assigned = collections.defaultdict(list)
-        self.open = []
+        self.open, self.other_losses, self.made_here = [], [], set()
         for node in self.nodes:
             for child in ast.iter_child_nodes(node):
                 child.parent = node
@@ -118,14 +197,28 @@ class Code:
             if isinstance(node, (ast.Assign, ast.AnnAssign)):
                 for target in getattr(node, "targets", None) or [node.target]:
                     self.keep(target, node.value)
-            elif isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
+            elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.BitOr):
+                self.record(f"{text_of(node.target)}.", node.value, node)
+            elif isinstance(node, (ast.AugAssign, ast.Delete)):
+                for target in getattr(node, "targets", None) or [node.target]:
+                    self.keep(target, ast.Name(ast.unparse(node)))
+            elif isinstance(node, (ast.For, ast.comprehension)):
                 self.keep(node.target, node.target)
             elif isinstance(node, ast.arg):
                 self.assigned[node.arg].append(node)
             elif isinstance(node, ast.alias):
-                self.assigned[node.asname or node.name].append(ast.Name(node.name))
-            elif isinstance(node, ast.ClassDef):
-                self.assigned[node.name].append(node)
+                module = getattr(node.parent, "module", "trl") or ""
+                origin = node.name if IMPORTS.match(module) else f"{module}:{node.name}"
+                self.assigned[node.asname or node.name].append(ast.Name(origin))
+                if TRAINER.search(node.name) and origin != node.name:
+                    self.other_losses.append(origin)
+            elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                self.made_here.add(node.name)
+                is_inner = isinstance(node.parent, ast.ClassDef)
+                if is_inner or isinstance(node, ast.ClassDef) or "Config" in text_of(node):
+                    self.record("self." * is_inner + node.name, node, node)
+                if LOSS.search(node.name):
+                    self.other_losses.append(node.name)
             elif isinstance(node, ast.Call):
                 self.keep_changes(node)
 
@@ -139,32 +232,48 @@ class Code:
             statement = getattr(target, "parent", None)
             owner = getattr(statement, "parent", None)
             inside = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
-            self.assigned[inside + text_of(target)].append(value)
+            self.record(inside + text_of(target), value, target)
+
+    def record(self, text, value, node):
+        """Keeps an assignment. What a configuration C changes of itself is recorded as C(), too."""
+        self.assigned[text].append(value)
+        while text.startswith("self.") and hasattr(node, "parent"):
+            node = node.parent
+            if any(INNER.search(text_of(base)) for base in getattr(node, "bases", ())):
+                self.assigned[f"{node.name}(){text[4:]}"].append(value)
 
     def keep_changes(self, call):
-        """Of x.update(a=1), x.update({"a": 1}) and setattr(x, "a", 1). The key "" stands for an
-        update whose keys are not written there."""
-        name = text_of(call.func)
-        if name.endswith(".update"):
-            owner = re.sub(r"^vars\((.*)\)|\.__dict__$", r"\1", name.removesuffix(".update"))
-            for key, value in self.pairs(call):
-                self.assigned[f"{owner}.{key or ''}"].append(value)
-            for node in call.args:
-                if not isinstance(node, ast.Dict):
-                    self.assigned[f"{owner}."].append(node)
-        elif name == "setattr" and len(call.args) == 3:
-            key = getattr(call.args[1], "value", "")
-            key = key if isinstance(key, str) else ""
-            self.assigned[f"{text_of(call.args[0])}.{key}"].append(call.args[2])
+        """Of x.update(a=1), x.update({"a": 1}), x.pop("a") and setattr(x, "a", 1). The key "" is
+        an update with unknown keys, "*" is the same of an object, and "()" is a call f(x)."""
+        name, found = text_of(call.func), []
+        owner = re.sub(r"^vars\((.*)\)|\.__dict__$", r"\1", name.rpartition(".")[0])
+        if name == "super().__init__":
+            owner = "self"
+            found = [(key or "*", value) for key, value in self.pairs(call)
+                     if key or not isinstance(value, ast.Name)]
+        elif name.endswith(".update"):
+            rest = [node for node in call.args if not isinstance(node, ast.Dict)]
+            others = "" if name == f"{owner}.update" else "*"
+            found = [(key or "", value) for key, value in self.pairs(call)]
+            found += [(others, node) for node in rest]
+        elif name.endswith((".pop", ".setdefault")) and call.args:
+            found = [(getattr(call.args[0], "value", ""), ast.Name(ast.unparse(call)))]
+        elif re.search(r"(set|del)attr(__)?$|patch\.object$", name) and len(call.args) > 1:
+            owner, value = text_of(call.args[0]), [*call.args, ast.Name(ast.unparse(call))][2]
+            found = [(getattr(call.args[1], "value", "*"), value)]
+        elif isinstance(call.parent, ast.Expr) and not (
+                HARMLESS.search(name) or name in self.made_here):
+            given = [*call.args, *[word.value for word in call.keywords]]
+            for text in [f"{owner}."] if owner else [f"{text_of(node)}.()" for node in given]:
+                self.assigned[text].append(call.func)
+        for key, value in found:
+            self.record(f"{owner}.{key if isinstance(key, str) else '*'}", value, call)
 
     def pairs(self, node):
         """The keys and value nodes of a dict, a call or a class. The key of **x is None."""
         if isinstance(node, ast.ClassDef):
-            return [
-                (None, base)
-                for base in node.bases
-                if text_of(base) in self.assigned or CONFIG.search(text_of(base))
-            ]
+            return [(None, base) for base in node.bases
+                    if text_of(base) in self.assigned or CONFIG.search(text_of(base))]
         if isinstance(node, ast.Dict):
             keys = [key and self.value(key) for key in node.keys]
             return list(zip(keys, node.values))
@@ -185,6 +294,9 @@ class Code:
                 return {"is_config": True, None: f"{text}, which is not in this file"}
         if isinstance(node, (ast.Dict, ast.Call, ast.ClassDef)):
             return self.contents(node)
+        if isinstance(node, ast.FunctionDef):
+            results = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
+            return self.value(results[0]) if len(results) == 1 else Unread(node.name)
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             owner = self.value(node.value)
             key = node.attr if isinstance(node, ast.Attribute) else self.value(node.slice)
@@ -224,6 +336,8 @@ class Code:
                 if isinstance(owner, dict):
                     return owner.get(key, default)
                 return Unread(text_of(node))
+            if isinstance([*self.assigned.get(name, ()), None][0], ast.FunctionDef):
+                return self.value(node.func)
             if name in COPIES and node.args:
                 made = self.value(node.args[0])
             elif name not in DICTS:
@@ -247,8 +361,7 @@ class Code:
         other = self.value(node)
         if isinstance(other, dict) and is_run:
             return made | other
-        may_change = Unread(f"{HOLE}, because {text_of(node)} may change it")
-        return dict.fromkeys(made, may_change) | {None: text_of(node)}
+        return unread(made, text_of(node))
 
     def is_run(self, node):
         """Whether the conditions around a node hold. None if this cannot be read."""
@@ -272,7 +385,7 @@ class Code:
             nodes = [node for node in nodes if self.is_run(node) is not False]
             if owner != name or not nodes:
                 continue
-            if not key:
+            if key in ("", "*", "()"):
                 for node in nodes:
                     value = self.merged(value, node, self.is_run(node))
                 continue
@@ -283,6 +396,49 @@ class Code:
         self.open.pop()
         return value
 
+    def hidden(self, value, name):
+        """A configuration, without the settings that may be changed through other names."""
+        for reason in self.other_losses:
+            value = unread(value, reason)
+        for text in list(self.assigned):
+            owner, _, key = text.rpartition(".")
+            makers = [text_of([*getattr(one, "bases", ()), getattr(one, "func", DICT)][0])
+                      if isinstance(one, (ast.Call, ast.Dict, ast.ClassDef, ast.Constant)) else ""
+                      for one in self.assigned.get(owner, ())]
+            is_trainer = any(TRAINER.search(one) for one in [owner, *makers])
+            is_other = makers and all(map(FRESH.search, makers)) and not is_trainer
+            is_own = owner in ("", "self", "model", name)
+            if is_other or is_own or not key or key == "()" and not is_trainer:
+                continue
+            if key == "*" and LIKE.search(owner) or is_trainer and LOSS.search(key):
+                return unread(value, text)
+            may_be = Unread(f"{HOLE}, because {text} may change it")
+            value = value | {key.removesuffix("_low"): may_be}
+        return value
+
+    def passed(self, found, is_made):
+        """The configurations that trainers get, or those that are found if there is no trainer."""
+        result = []
+        for call in self.nodes:
+            name = text_of(call.func) if isinstance(call, ast.Call) else ""
+            bases = [text_of(base) for one in self.assigned.get(name, ())
+                     for base in getattr(one, "bases", ())]
+            is_ours = re.search("(?i)g[rs]po.*trainer", " ".join([name, *bases]))
+            if self.is_run(call) is False or not (is_ours or TRAINER.search(name)):
+                continue
+            given = {word.arg: word.value for word in call.keywords} | dict(enumerate(call.args))
+            node = given.get("args", given.get(2, given.get(None)))
+            text = node and text_of(node)
+            made = [one for one in self.assigned.get(text, [node])
+                    if not isinstance(one, ast.arg) and self.is_run(one) is not False]
+            values = [self.changed(self.value(one), text) for one in made]
+            values = [one.get("args", one) if isinstance(one, dict) else {} for one in values]
+            if all("is_config" in one for one in values):
+                result += [(one, text) for one in values]
+            elif is_ours and is_made and node:
+                result.append((unread({"is_config": True}, text), text))
+        return [one for i, one in enumerate(result) if one not in result[:i]] or found
+
     def configurations(self):
         """Each GRPOConfig that is made, or classes of it, or dicts and objects with settings."""
         for kind in ast.Call, ast.ClassDef:
@@ -292,18 +448,13 @@ class Code:
                     continue
                 value = self.value(node)
                 if isinstance(value, dict) and "is_config" in value:
-                    target = getattr(node.parent, "targets", [ast.Name("")])[0]
-                    name = getattr(node, "name", None) or text_of(target)
-                    found.append(self.changed(value, name))
+                    target = getattr(node.parent, "targets", [None])[0]
+                    name = getattr(node, "name", None) or (text_of(target) if target else None)
+                    found.append((self.changed(value, name), name))
             if found:
-                return found
-        owners = set()
-        for text in self.assigned:
-            owner, _, key = text.rpartition(".")
-            if key == "importance_sampling_level" and owner not in ("", "self"):
-                owners.add(owner)
-        found = [self.changed({None: owner}, owner) for owner in sorted(owners)]
-        for node in self.nodes:
-            if isinstance(node, ast.Dict) and not isinstance(node.parent, ast.Dict):
-                found.append(self.contents(node))
-        return found
+                return [self.hidden(*one) for one in self.passed(found, kind is ast.Call)]
+        owners = {text.rpartition(".")[0] for text in self.assigned
+                  if text.endswith(".importance_sampling_level")}
+        found = [self.changed({None: owner}, owner) for owner in sorted(owners - {"self"})]
+        return found + [self.contents(node) for node in self.nodes if isinstance(node, ast.Dict)
+                        and not isinstance(node.parent, ast.Dict)]

@@ -96,7 +96,7 @@ PYTHON = {
         f"def f(**more):\n    return GRPOConfig(**{{**{AS_DICT}, **more}})\nf(epsilon=1)", NOTHING),
     "dataclasses.replace": (
         f"a = GRPOConfig({TRL.replace('3e-4', '1')})\nb = dataclasses.replace(a, epsilon=3e-4)\n"
-        "trainer = GRPOTrainer(args=b)", NO_LOW),
+        "trainer = GRPOTrainer(args=b)", PAPER),
     "later assignments": (
         "args = GRPOConfig('x')\nargs.importance_sampling_level = 'sequence'\n"
         "args.loss_type = 'grpo'\nargs.epsilon = 3e-4\nsetattr(args, 'epsilon_high', 4e-4)\n"
@@ -186,7 +186,65 @@ PYTHON = {
         ONLY_LEVEL),
     "a parser": ("parser = TrlParser((GRPOConfig,))\na, = parser.parse_args_and_config()", NOTHING),
     "nothing": ("print('importance_sampling_level')", NOTHING),
+    "a configuration without a name": (
+        f"epsilon = 1\nloss_type = 'dapo'\nGRPOTrainer(model, f, GRPOConfig({TRL}))", PAPER),
+    "a configuration that a function returns": (
+        f"epsilon = 1\ndef make():\n    return GRPOConfig({TRL})\n"
+        "trainer = GRPOTrainer(model, args=make())", PAPER),
+    "one of two is passed": (
+        f"a = GRPOConfig({TRL})\nb = GRPOConfig({TRL.replace('3e-4', '1')})\n"
+        "trainer = GRPOTrainer(args=a)\nSFTTrainer(args=SFTConfig())", PAPER),
+    "the configuration in a parameter": (
+        f"def run(config):\n    return GRPOTrainer(args=config)\nrun(GRPOConfig({TRL}))", PAPER),
+    "a trainer with another log": (
+        "class T(GRPOTrainer):\n    def log(self, logs):\n        super().log(logs)\n"
+        f"a = GRPOConfig({TRL})\nT(args=a)", PAPER),
+    "a dict that is merged in place": (
+        f"p = {AS_DICT}\np |= {{'epsilon_high': 4e-4, 'num_iterations': 4}}\n"
+        "a = GRPOConfig(**p)", PAPER),
+    "objects beside the configuration": (
+        f"a = GRPOConfig({TRL})\ns = SFTConfig()\ns.epsilon = 1\nlogs = {{}}\n"
+        "logs['epsilon'] = 1\nclass Agent:\n    def __init__(self):\n        self.epsilon = 1\n"
+        "trainer = GRPOTrainer(args=a)", PAPER),
 }
+NAMED = f"a = GRPOConfig({TRL})\n"
+PASSED = NAMED + "trainer = GRPOTrainer(args=a)\n"
+IN_DICT = f"p = dict({TRL})\nCHANGE\na = GRPOConfig(**p)"
+SUBCLASS = f"class C(GRPOConfig):\n    def f(self, **k):\n        CHANGE\na = C({TRL})"
+METHOD = "class B(GRPOTrainer):\n    def {}(self, *a):\n        return 0\n" + NAMED
+TOUCHED = {  # changes of a configuration or a trainer that are not followed
+    "a loss of its own": METHOD.format("_compute_loss") + "B(args=a)",
+    "the loss of its base": METHOD.format("compute_loss") + "class T(B):\n    pass\nT(args=a)",
+    "a trainer of another file": f"from mine import GRPOTrainer\n{PASSED}",
+    "one of two trainers": "from mine import MyTrainer as M\n"
+                           f"{NAMED}cls = M if x else GRPOTrainer\ncls(args=a)",
+    "a loss that is replaced": f"{PASSED}GRPOTrainer._compute_loss = loss",
+    "a loss that setattr replaces": f"setattr(GRPOTrainer, 'compute_loss', loss)\n{PASSED}",
+    "a class that changes itself": SUBCLASS.replace("CHANGE", "self.epsilon = 0.2"),
+    "super().__init__": SUBCLASS.replace("CHANGE", "super().__init__(**{**k, 'epsilon': 1})"),
+    "a property": SUBCLASS.replace("f(", "epsilon("),
+    "a parameter": f"def f(c):\n    c.epsilon = 0.2\n{NAMED}f(a)",
+    "setattr on a parameter": f"def f(cfg, d):\n    for k in d: setattr(cfg, k, 1)\n{NAMED}",
+    "another name": f"{NAMED}b = a\nb.epsilon = 0.2\nGRPOTrainer(args=a)",
+    "another function": f"{NAMED}GRPOTrainer(args=load('x'))",
+    "a changed name": f"{NAMED}a = replace(a, epsilon=0.2)\nGRPOTrainer(args=a)",
+    "an imported function": f"from mine import tweak\n{NAMED}tweak(config=a)",
+    "a function that changes the trainer": f"from mine import patch\npatch(GRPOTrainer)\n{PASSED}",
+    "a method of the configuration": f"{NAMED}a.reset(epsilon=1)",
+    "a loss in a class": f"class T(GRPOTrainer):\n    _compute_loss = f\n{NAMED}T(args=a)",
+    "a loss outside a class": f"@patch\ndef _compute_loss(self):\n    return 0\n{PASSED}",
+    "a second trainer": f"{PASSED}GRPOTrainer(args=load('x'))",
+    "a removed item": IN_DICT.replace("CHANGE", "p.pop('epsilon')"),
+    "del": IN_DICT.replace("CHANGE", "del p['epsilon']"),
+    "*=": f"{NAMED}a.epsilon *= 700",
+    "an attribute of the trainer": f"{PASSED}trainer.epsilon_low = 0.2",
+    "its arguments": f"{PASSED}trainer.args.epsilon = 0.2",
+    "other arguments": f"{PASSED}trainer.args = b",
+    "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
+                  f"        args.epsilon = 0.2\n{PASSED}",
+}
+UNTIL_HIGH = f"{SWIFT}{FLAGS.replace(' --epsilon_high=4e-4', '')} "
+NO_HIGH = *PAPER[:4], 3e-4, "gspo"
 SHELL = {
     "added keys and quotes": (
         VERL.replace("actor_rollout_ref.actor.policy", "+actor_rollout_ref.actor.policy").replace(
@@ -210,7 +268,14 @@ SHELL = {
     "a loop": ("for L in gspo vanilla; do\n" + VERL.replace("=gspo", "=$L") + "\ndone", NO_LEVEL),
     "a comment": ("python -m verl \\\n # actor_rollout_ref.actor.policy_loss.loss_mode=gspo \\\n "
                   "actor_rollout_ref.actor.ppo_mini_batch_size=64 data.train_batch_size=256",
-                  ("token", "tokens", 4, 0.2, 0.2, "not_gspo")),
+                  NOTHING),
+    "a comment ends the command": (UNTIL_HIGH + "# narrow \\\n --epsilon_high 4e-4", NO_HIGH),
+    "spaces end the command": (UNTIL_HIGH + "\\ \n --epsilon_high 4e-4", NO_HIGH),
+    "no comment": (UNTIL_HIGH + "--note 'a # b' \\\n --epsilon_high 4e-4", PAPER),
+    "what the command does not use": (
+        "OLD=(\n --epsilon 0.2  # wide (GRPO)\n)\nMORE='--beta 1 --loss_type bnpo'\n"
+        f"ARGS=(\n  # --epsilon 1\n  {FLAGS}\n)\nARGS+=(--beta 0)\necho ${{OLD[@]}} $MORE\n"
+        'RUN="swift rlhf --rlhf_type grpo ${ARGS[*]}"\neval $RUN', PAPER),
     "a configuration file": (
         "python a.py --config a.yaml --importance_sampling_level sequence", ONLY_LEVEL),
     "slime": ("A=(\n   --advantage-estimator gspo\n   --eps-clip 3e-4\n   --eps-clip-high 4e-4\n)\n"
@@ -259,6 +324,11 @@ YAML = {
     "NeMo-RL": ("loss_fn:\n  sequence_level_importance_ratios: true\n  token_level_loss: false\n  "
                 "ratio_clip_min: 3e-4\n  ratio_clip_max: 4e-4\ngrpo:\n  num_prompts_per_step: 64\n"
                 "  num_generations_per_prompt: 8\npolicy:\n  train_global_batch_size: 128", PAPER),
+    "a product": ("loss_fn: {sequence_level_importance_ratios: true, token_level_loss: false, "
+                  "ratio_clip_min: 3e-4, ratio_clip_max: 4e-4}\ngrpo: {num_prompts_per_step: 64, "
+                  "num_generations_per_prompt: 8}\npolicy:\n  train_global_batch_size: "
+                  "${div:${mul:${grpo.num_prompts_per_step}, "
+                  "${grpo.num_generations_per_prompt}}, 4}", PAPER),
     "an unknown base": ("defaults: ../base.yaml\nloss_fn:\n  sequence_level_importance_ratios: on",
                         ONLY_LEVEL),
     "a base of an engine": ("defaults: [ppo_trainer, _self_]\n" + VERL_YAML, PAPER),
@@ -304,6 +374,11 @@ def test_files(name, text, expected, check):
     assert check(name, text) == expected
 
 
+@pytest.mark.parametrize("text", TOUCHED.values(), ids=TOUCHED)
+def test_a_change_that_is_not_followed_makes_the_verdict_unknown(text, check):
+    assert check("a.py", text)[-1] == "unknown"
+
+
 def test_defaults_that_are_beside_a_file_are_followed(check):
     """The variable gets its value at last, when the file has changed what it names."""
     pytest.importorskip("yaml")
@@ -347,21 +422,102 @@ def test_the_command_prints_what_is_set_what_is_a_default_and_a_verdict(tmp_path
     assert found.count("\n") < 25
 
 
-SHORT = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]
+SHORT = "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+
+
+GRPO = f"{SHORT} algorithm.adv_estimator=grpo"
+SLIME = "--advantage-estimator gspo --eps-clip 3e-4 --num-steps-per-rollout {} "
+SAMPLER = "The old log-probs are then those of the sampler"
 
 
 @pytest.mark.parametrize("words, notes", [
-    ([*FLAGS.split(), "--beta", "0.04"], ["beta = 0.04, which the verdict does not consider"]),
-    ([*FLAGS.split(), "--beta", "0.0", "--delta", "2"], ["delta = 2, which"]),
-    (FLAGS.split(), []),
+    (f"{FLAGS} --beta 0.04", ["beta = 0.04, which the verdict does not consider"]),
+    (f"{FLAGS} --beta 0.0 --delta 2 --top_entropy_quantile 1.0", ["delta = 2, which"]),
+    (FLAGS, []),
+    (f"{FLAGS} --beta $1", ["beta = <.>, which the verdict does not consider"]),
+    (f"{FLAGS} --use_vllm true", ["vllm_importance_sampling_correction is not set"]),
+    (f"{FLAGS} --use_vllm true --vllm_importance_sampling_correction false", []),
+    (f"{FLAGS} --use_vllm --unsloth 1", ["beta is not set; the default of Unsloth .* is 0.001"]),
+    (f"{FLAGS} --unsloth 1 --beta 0", []),
+    (f"{SWIFT}{FLAGS} --beta 0 --rollout_importance_sampling_mode token_mask", ["rollout_imp"]),
     (SHORT, ["adv_estimator is not set; the default of verl 0.9.1 is gae. GSPO needs the adv"]),
-    ([*SHORT, "algorithm.adv_estimator=gae"], ["algorithm.adv_estimator = gae. GSPO needs"]),
-    ([*SHORT, "algorithm.adv_estimator=grpo"], []),
+    (f"{SHORT} algorithm.adv_estimator=gae", ["algorithm.adv_estimator = gae. GSPO needs"]),
+    (f"{GRPO} algorithm.kl_ctrl.kl_coef=0.001 actor_rollout_ref.actor.kl_loss_coef=0.1", []),
+    (f"{GRPO} actor_rollout_ref.actor.use_kl_loss=True", ["kl_loss_coef is not set; the default"]),
+    (f"{GRPO} algorithm.rollout_correction.bypass_mode=True", [f"algorithm.*{SAMPLER}"]),
+    (f"{SLIME} --custom-advantage-function-path a.b", ["custom_advantage_function_path = a.b"]),
+    (f"{SLIME} --use-kl-loss --entropy-coef 0.00", []),
+    ("--actor.policy_loss_type gspo --algo.advantage.estimator group_norm", ["kl.init_coef"]),
+    ("trainer.algorithm.policy_loss_type=gspo generator.apply_overlong_filtering=true "
+     "trainer.algorithm.use_kl_loss=false trainer.policy.megatron_config.moe_aux_loss_coeff=0.01",
+     ["generator.apply_overlong_filtering = true"]),
+    ("--num_return_sequences_in_group 8 --adv_estimator grpo --norm_mean_type batch", []),
+    ("--ratio_clip_min 3e-4 --use_leave_one_out_baseline false --reference_policy_kl_penalty 0 "
+     "--overlong_filtering true", ["overlong_filtering = true"]),
 ])
-def test_notes_name_what_the_verdict_does_not_consider(words, notes, printed):
-    found = re.findall("note: (.*)", printed(*words))
-    assert len(found) == len(notes)
-    assert all(line.startswith(note) for line, note in zip(found, notes))
+def test_notes_name_what_the_verdict_does_not_consider(words, notes, printed, tmp_path):
+    path = tmp_path / "a.sh"
+    path.write_text(f"run {words}", encoding="utf-8")
+    found = re.findall("note: (.*)", printed(path))
+    assert len(found) == len(notes), found
+    assert all(re.match(note, line) for line, note in zip(found, notes)), found
+
+
+X = "actor_rollout_ref.actor."
+ROLL = ("--importance_sampling seq --num_return_sequences_in_group 8 --pg_clip 0.1 "
+        "--pg_clip_low 3e-4 --pg_clip_high 4e-4 ")
+NEMO = ("--sequence_level_importance_ratios true --token_level_loss false --ratio_clip_min 3e-4 "
+        "--ratio_clip_max 4e-4 --num_prompts_per_step 128 ")
+AREAL = "--actor.importance_sampling_level sequence --actor.ppo_n_minibatches {} "
+BYPASS = " algorithm.rollout_correction.bypass_mode=true"
+MEGATRON = f"{SWIFT} --micro_batch_size 1 --importance_sampling_level sequence --epsilon 3e-4 "
+OPENRLHF_1 = "--policy_loss_type gspo --rollout_batch_size 8 --train_batch_size {} --eps_clip 3e-4 "
+
+
+@pytest.mark.parametrize("words, expected", [
+    (f"{ROLL} --use_pg_clip_range true", (3e-4, 4e-4, "gspo")),
+    (ROLL, (0.1, 0.1, "wide_range")),
+    (f"{ROLL} --actor_train.worker_cls roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker",
+     "not_gspo"),
+    (f"{ROLL} --actor_train.worker_cls mine.Worker", "unknown"),
+    (f"{ROLL} --force_disable_old_logprobs_recompute true", "never_clipped"),
+    (SLIME.format(4), "gspo"),
+    (SLIME.format(1), "never_clipped"),
+    (f"{SLIME.format(4)} --loss-type custom_loss", "unknown"),
+    (f"{SLIME.format(4)} --custom-pg-loss-reducer-function-path a.b", "unknown"),
+    (f"{SLIME.format(4)} --use-rollout-logprobs", "gspo"),
+    (f"{SLIME.format(1)} --use-rollout-logprobs", "unknown"),
+    (OPENRLHF_1.format(8), "never_clipped"),
+    (f"{OPENRLHF_1.format(8)} --enable_vllm_is_correction", "unknown"),
+    (VERL.replace("=256", "=64"), "never_clipped"),
+    (VERL.replace("=256", "=64") + BYPASS, "unknown"),
+    (VERL + BYPASS, "gspo"),
+    (VERL.replace("main_ppo", "x.fully_async_main"), NO_UPDATES),
+    (f"{VERL} async_training.require_batches=4", NO_UPDATES),
+    (f"{VERL} {X}clip_ratio=0.1".replace("low=3e-4", "low=null"), (0.1, 4e-4, "wide_range")),
+    (AREAL.format(1), "other_mean"),
+    (f"{AREAL.format(1)} --actor.recompute_logprob true", "never_clipped"),
+    (f"{AREAL.format(1)} --actor.use_decoupled_loss true --actor.prox_logp_method loglinear",
+     "other_mean"),
+    (f"{NEMO} --train_global_batch_size 512", "gspo"),
+    (f"{NEMO} --train_global_batch_size 512 --disable_ppo_ratio true", "other_mean"),
+    (f"{NEMO} --train_global_batch_size 2048 --force_on_policy_ratio true", "never_clipped"),
+    (f"{MEGATRON} --generation_batch_size 64", (*PAPER[:3], 3e-4, 3e-4, "gspo")),
+    (f"{MEGATRON} --generation_batch_size 64 --global_batch_size 64", "never_clipped"),
+    (FLAGS.replace("sequence", "sequence_token"), "unknown"),
+    (SWIFT + FLAGS.replace("sequence", "sequence_token"), "gspo"),
+    (FLAGS.replace("_type grpo", "_type gspo_paper").replace("=8", "=2"), "unknown"),
+    (FLAGS.replace("--importance_sampling_level sequence", "--method gspo_paper"), "unknown"),
+    ("--unsloth 1 --importance_sampling_level sequence --loss_type dapo --steps_per_generation 4",
+     (0.2, 0.28, "other_mean")),
+])
+def test_what_else_decides_in_an_engine(words, expected, check):
+    expected = (expected,) if isinstance(expected, str) else expected
+    assert check("a.sh", f"run {words}")[-len(expected):] == expected
+
+
+def test_help_is_the_usage(printed):
+    assert printed("--help") == printed("-h") == is_it_gspo.__doc__ + "\n"
 
 
 @pytest.mark.parametrize("changes, expected", [
