@@ -352,9 +352,9 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
             results = row.pop("eval_results", [])
             row |= notes([*run.rows, row], results)
-            is_asked_to_end = on_step and str(on_step(row)) == "True"  # it may be numpy's
-            ends = is_last or is_asked_to_end or (stop and stop.is_set())
-            run.add(row, results, is_saved=ends or step % cfg.save_steps == 0)
+            # on_step may return numpy's True
+            ends = (on_step and str(on_step(row)) == "True") or (stop and stop.is_set())
+            run.add(row, results, is_saved=ends or is_last or step % cfg.save_steps == 0)
             if ends:
                 break
         run.finish()

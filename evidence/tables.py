@@ -766,7 +766,15 @@ def pass_at_k(logs):
         markdown(["four worlds, mean", *before], [
             *([when, *map(percent, each)] for when, each in means.items()),
             ["gain, points", *gains]]),
-        markdown(["model", "questions", f"{majority} before minus pass@1 after"], outcomes)])
+        markdown(["model", "questions", f"{majority} before minus pass@1 after"], outcomes),
+        majority_of_many(logs["majority/world 0"][0])])
+
+
+def majority_of_many(log):
+    """A sentence on the starting model of the lesson, which was asked many times."""
+    found = answers.quantities(list(zip(log["correct"], log["majority"])), log["samples"])
+    texts = ", ".join(f"{name} {mean_text(found[name])}" for name in ("pass@1", list(found)[-1]))
+    return f"World 0 before training, with {log['samples']} samples per question: {texts}.\n"
 
 
 # ---- precision -----------------------------------------------------------------------------------

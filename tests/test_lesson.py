@@ -171,7 +171,8 @@ def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys, flags, clip_range
     assert settings["group_size"] == 4
     assert (settings["eps_low"], settings["eps_high"]) == clip_range
     assert (folder / "metrics.png").read_bytes()[1:4] == b"PNG"
-    shown = capsys.readouterr().out
+    shown, bar = capsys.readouterr()
+    assert "100%" in bar
     assert "held-out accuracy before RL" in shown and "a picture of the run: " in shown
     assert "no CUDA GPU" not in shown
     assert "the same run without" not in shown, "it would have other settings than this run"

@@ -101,7 +101,7 @@ def draw(runs, path, title=None):
         axis.set(title=panel, xlabel="step", ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
     axes[0].legend(handles, runs, handler_map={tuple: HandlerTuple(ndivide=None, pad=0.6)},
-                   handlelength=3.5)
+                   handlelength=3.5, loc="lower right")
     if title:
         figure.suptitle(title)
     figure.savefig(path, dpi=150)
