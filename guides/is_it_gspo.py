@@ -97,7 +97,8 @@ def look(settings, names, default, engine):
         if re.search("(loss|algo|estimator|method|variant).*=gspo", f"{key}={value}".lower()):
             return HOLE, f"{key} = {value}, which is not a setting of {engine['name']}"
     name = names.split("|")[0] or "a setting"
-    return default, f"{name} is not set; the default of {engine['name']} is {default}"
+    known = "" if default == "?" else f"; the default of {engine['name']} is {default}"
+    return default, f"{name} is not set{known}"
 
 
 def updates_of(settings, engine):
@@ -207,7 +208,11 @@ def answer(values, mean):
              "range": max(sides, default=0) > 0.05,
              "updates": values["updates"] == "unknown"}
     more = [FACTS["deviations"][name].format(mean=mean) for name in holds if holds[name]]
-    return [FACTS["verdicts"][values["verdict"]], *more]
+    unknown = [name for name, value in values.items() if value == "unknown"]
+    if unknown[-1:] == ["verdict"] and len(unknown) > 1:
+        return [f"Cannot tell, because of what is unknown: {', '.join(unknown[:-1])}.", *more]
+    condition = " if there are several updates" * (values["updates"] == "unknown")
+    return [FACTS["verdicts"][values["verdict"]].format(condition=condition), *more]
 
 
 def together(runs):
@@ -243,6 +248,8 @@ def main(arguments):
         print(json.dumps(values))
         return
     mean = sources["words"] if values["mean"] == "other" else values["mean"]
+    engines = dict.fromkeys(engine_of(run)["name"] for run in runs)
+    print("Read as a configuration of", " and ".join(engines) or "no known engine")
     for name, question in FACTS["questions"].items():
         value = mean if name == "mean" else values.get(name, "")
         print(f"{question}: {value}")

@@ -280,7 +280,7 @@ SHELL = {
         "python a.py --config a.yaml --importance_sampling_level sequence", ONLY_LEVEL),
     "slime": ("A=(\n   --advantage-estimator gspo\n   --eps-clip 3e-4\n   --eps-clip-high 4e-4\n)\n"
               "R=(\n   --rollout-batch-size 32\n   --n-samples-per-prompt 8\n"
-              "   --global-batch-size 64\n)\npython3 train.py ${A[@]} ${R[@]}", PAPER),
+              "   --global-batch-size $((32 * 2))\n)\npython3 train.py ${A[@]} ${R[@]}", PAPER),
     "swift with Megatron": (
         "megatron rlhf --rlhf_type grpo --micro_batch_size 1 --importance_sampling_level sequence "
         "--epsilon 3e-4 --epsilon_high 4e-4 --steps_per_generation 4", PAPER),
@@ -527,8 +527,23 @@ def test_help_is_the_usage(printed):
     ({"mean": "other", "eps_low": "unknown", "updates": "unknown"}, ["mean", "updates"])])
 def test_every_deviation_is_named(changes, expected):
     values = dict(zip(NAMES, PAPER)) | changes
-    sentences = [FACTS["deviations"][name].format(mean="steps") for name in expected]
-    assert is_it_gspo.answer(values, "steps") == [FACTS["verdicts"]["gspo"], *sentences]
+    first, *others = is_it_gspo.answer(values, "steps")
+    assert others == [FACTS["deviations"][name].format(mean="steps") for name in expected]
+    assert first.startswith("GSPO (Eq. 5)")
+    assert ("if there are several updates" in first) == ("updates" in expected)
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("--importance_sampling_level $X", "Cannot tell, because of what is unknown: level."),
+    ("--use-rollout-logprobs --advantage-estimator gspo --num-steps-per-rollout 1 --eps-clip 3e-4",
+     FACTS["verdicts"]["unknown"])])
+def test_says_why_there_is_no_verdict(words, expected, printed):
+    assert expected in printed(*words.split())
+
+
+def test_names_the_engine_and_no_default_that_is_unknown(printed):
+    found = printed("--rlhf_type", "grpo")
+    assert found.startswith("Read as a configuration of ms-swift 4.6\n") and "?" not in found
 
 
 def test_another_mean_is_put_into_words(printed):
