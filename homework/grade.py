@@ -166,6 +166,8 @@ function has two parts. The maths gives 90% of the points, and its tests come fi
 give 10%. They are the guarantees in the list at the top of the file, and the errors in the
 docstrings. You do not have gspo.py and train_math.py, which the file mentions.
 
+To work on one function first, for example on sequence_ratio, add `-k SequenceRatio` to a command.
+
 If sequence_ratio or clipped_objective is wrong, your teacher's grade can be higher than yours: your
 teacher's grader tests the losses with correct versions of these two functions.""",
     pieces=maths_pieces,
