@@ -11,7 +11,6 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import gspo
 import train_math
@@ -71,20 +70,15 @@ def test_a_wrong_algorithm_is_named(monkeypatch, algorithm, changes, words):
 # ---- what the flags name, and functions of the user's own ----------------------------------------
 
 
-def a_model_without_its_tokenizer(folder):
-    path = folder.parent / "model"
-    tiny_model(tiny_tokenizer(), 0).save_pretrained(path)
-    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-
-
-def a_model_with(change):
-    """Its weights are changed. (Its tokenizer is loaded after them.)"""
+def saves_a_model(change=lambda weights: None):
+    """With changed weights and without its tokenizer, which is loaded after them."""
     def prepare(folder):
-        a_model_without_its_tokenizer(folder)
-        file = folder.parent / "model" / "model.safetensors"
-        weights = load_file(file)
+        model = tiny_model(tiny_tokenizer(), 0)
+        weights = model.state_dict()
         change(weights)
-        save_file(weights, file, metadata={"format": "pt"})
+        path = folder.parent / "model"
+        model.save_pretrained(path, state_dict=weights)
+        (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
 
     return prepare
 
@@ -136,14 +130,13 @@ REFUSED = {
         prepare=lambda folder: (folder / "partial").symlink_to("/dev/full")),
     "a prompt that is too long": case("up to 513 tokens", flags="--max_completion_length 488"),
     "a model without its tokenizer": case(
-        "tokenizer files are missing", flags="--model ./model",
-        prepare=a_model_without_its_tokenizer),
+        "tokenizer files are missing", flags="--model ./model", prepare=saves_a_model()),
     "a missing weight": case(
         "--model", "1 weights are missing", "model.norm.weight", flags="--model ./model",
-        prepare=a_model_with(lambda weights: weights.pop("model.norm.weight"))),
+        prepare=saves_a_model(lambda weights: weights.pop("model.norm.weight"))),
     "a weight that is NaN": case(
         "--model", "not finite", flags="--model ./model",
-        prepare=a_model_with(lambda weights: weights["model.norm.weight"].fill_(math.nan))),
+        prepare=saves_a_model(lambda weights: weights["model.norm.weight"].fill_(math.nan))),
     "a model that the hub lacks": case("--model no/where ", flags="--model no/where"),
     **{f"no model in {name}": case(f"there is no {name.removeprefix('./')}/config.json",
                                    flags=f"--model {name}")
