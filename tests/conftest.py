@@ -17,7 +17,7 @@ import torch
 import train_math
 from support.cuda_sampling import note
 from tools.logs import read
-from tools.warm_up import tiny_model, tiny_tokenizer
+from tools.warm_up import given_rollout, tiny_model, tiny_tokenizer
 
 TOP = Path(__file__).resolve().parents[1]
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # on the pages; the tests take a local model
@@ -30,18 +30,9 @@ def pytest_configure(config):
     config.option.markexpr = config.option.markexpr or "not slow"
 
 
-SMALL = {
-    "device": "cpu",
-    "max_steps": 6,
-    "save_steps": 2,
-    "eval_size": 4,
-    "prompts_per_step": 4,
-    "group_size": 4,
-    "max_completion_length": 6,
-    "learning_rate": 1e-3,
-}
-
-
+SMALL = dict(
+    device="cpu", max_steps=6, save_steps=2, eval_size=4, prompts_per_step=4, group_size=4,
+    max_completion_length=6, learning_rate=1e-3)
 QUESTIONS = [
     {"question": "Eve buys 3 figs?"},
     {"question": "How many boxes of 53 figs are there? Ann has 7."},
@@ -58,15 +49,12 @@ def constant_reward(prompts, completions, **columns):
     return [0.3] * len(completions)
 
 
-def rollout_of(prompts, responses, log_probs=None, is_sampled=None):
+def rollout_of(prompts, responses):
     """A Rollout of these token ids: a prompt for each response."""
-    if log_probs is None:
-        log_probs = torch.zeros(len(responses), max(map(len, responses), default=0))
-    if is_sampled is None:
-        is_sampled = [[True] * len(response) for response in responses]
-    texts = [str(response) for response in responses]
-    return train_math.Rollout(
-        sums(len(responses)), prompts, responses, log_probs, texts, is_sampled)
+    rollout = given_rollout(prompts, responses)
+    rollout.questions = sums(len(responses))
+    rollout.texts = [str(response) for response in responses]
+    return rollout
 
 
 def at_call(number, function, instead):

@@ -389,7 +389,6 @@ class TestTheScript:
         ("home/my_task.py", ValueError("it is empty"), "my_task.py: the data: it is empty"),
         ("", ValueError("two\n  lines"), "train_math.py: the data: two lines"),
         ("", KeyError("name"), "train_math.py: the data: KeyError('name')"),
-        ("", RuntimeError(), "train_math.py: the data: RuntimeError()"),
         ("", ConnectionError("Couldn't do"), "train_math.py: the data: Couldn't do. Without a"),
     ])
     def test_begins_a_message_with_the_program_and_shows_a_sentence_as_it_is(

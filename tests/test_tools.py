@@ -1,6 +1,5 @@
 """The tools of tools/: logs, intervals, evaluate and plot."""
 
-import itertools
 import shutil
 from pathlib import Path
 
@@ -148,32 +147,29 @@ class TestEvaluate:
 
     def test_refuses_answers_of_other_settings_rewards_or_models(
             self, command, tmp_path, monkeypatch):
+        def line(*flags, **parts):
+            return one_line(evaluate.main, path, *command, "--model", folder, *flags, **parts)
+
         path = tmp_path / "before.jsonl"
-        write_jsonl(path, rows_of("a", [1]))
-        assert "or do not record it" in one_line(evaluate.main, path, *command)
-        path.unlink()
         folder = shutil.copytree(command[1], tmp_path / "model")
-        command = [*command, "--model", str(folder)]
-        evaluate.main([str(path), *command])
+        write_jsonl(path, rows_of("a", [1]))
+        assert "or do not record it" in line()
+        path.unlink()
+        evaluate.main([str(path), *command, "--model", str(folder)])
         rows = read(path)
         monkeypatch.setattr(train_math, "evaluate", nothing)
-        for changed, named in (
-                ("--instruction=x", "instruction"), ("--system=x", "system"), ("--seed=1", "seed"),
-                ("--max_completion_length=2", "max_completion_length"),
-                ("--eval_size=2", "questions")):
-            line = one_line(evaluate.main, path, *command, changed)
-            assert f"{path} were asked with another {named}, or" in line
-        assert "another reward" in one_line(evaluate.main, path, *command, reward=parity_reward)
-        line = one_line(evaluate.main, path, *command, "--model", "other", "--temperature", "1")
-        assert f"{path} has answers of {folder}" in line
+        for changed in "instruction=x", "system=x", "seed=1", "max_completion_length=2":
+            named = changed.partition("=")[0]
+            assert f"{path} were asked with another {named}, or" in line(f"--{changed}")
+        assert "another questions, or" in line("--eval_size=2")
+        assert "another reward" in line(reward=parity_reward)
+        assert f"{path} has answers of {folder}" in line("--model", "other", "--temperature", "1")
         for file in "model.safetensors", "chat_template.jinja":
-            data = bytearray((folder / file).read_bytes())
-            data[-20] ^= 1  # in the template, a letter
+            data = (folder / file).read_bytes()
+            (folder / file).write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
+            assert "another weights, or" in line()
             (folder / file).write_bytes(data)
-            assert "another weights, or" in one_line(evaluate.main, path, *command)
-            data[-20] ^= 1
-            (folder / file).write_bytes(data)
-        evaluate.main([str(path), *command])  # as before
+        evaluate.main([str(path), *command, "--model", str(folder)])  # as before
         assert read(path) == rows
 
     def test_takes_the_settings_of_the_run_beside_the_model(self, command, tmp_path, capsys):
@@ -302,13 +298,6 @@ class TestTables:
         assert "pass@k needs several samples in each file" in out
         graded = [row | {"reward": row["reward"] / 2} for row in several]
         assert "rewards that are only 0 and 1" in printed(graded=graded)
-
-
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response():
-    for correct, k in itertools.product(range(6), range(1, 6)):
-        responses = [1] * correct + [0] * (5 - correct)
-        found = [max(some) for some in itertools.combinations(responses, k)]
-        assert answers.pass_at(k, correct, 5) == pytest.approx(sum(found) / len(found))
 
 
 @pytest.mark.parametrize("given, expected", [
