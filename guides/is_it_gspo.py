@@ -19,10 +19,14 @@ from read_settings import HOLE, Code, Unread, flags, flat, number, with_values, 
 
 FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_text("utf-8"))
 HEREDOC = re.compile(r"""(?s)([^\n]*<<-?\s*['"]?(\w+)['"]?[^\n]*)\n(.*?)\n\s*\2(?=\n|$)""")
+READ = re.compile(r"\bread\b.*?(\w+)\s*<<")
 
 
 def shell_settings(text, folder):
     """The flags of a script, and the YAML that it writes with cat <<EOF into its --config."""
+    for line, _, body in HEREDOC.findall(text):
+        for name in READ.findall(line):  # read NAME <<EOF assigns the text
+            text = text.replace(f"{line}\n{body}", name + '="' + " ".join(body.split()) + '"')
     found = flags(HEREDOC.sub("\n", text), is_script=True)
     for line, _, body in HEREDOC.findall(with_values(text)):
         if None in found and Path(found[None]).name in line:

@@ -33,6 +33,9 @@ QUOTED = r"""("[^"]*"|'[^']*')"""
 COMMENT = re.compile(rf"(?m){QUOTED}|(?:^|(?<=\s))#.*$")
 LIST = rf"""(?<![\w.$-])(\w+)\+?=(\((?:{QUOTED}|\$\(\(.*?\)\)|\$\([^()]*\)|[^()"'])*\)|{QUOTED})"""
 FLAG = r"--[A-Za-z][\w.-]*"
+LAUNCHER = r"(accelerate launch|torchrun|deepspeed)\b[^\n]*?(?=\s\S+\.py\b|\s-m\s)"
+PROGRAM = re.compile(r"(\.py|\b(launch|torchrun|deepspeed|swift|megatron|trl|-m \S+))\b.* --")
+LEVEL = re.compile("importance.sampling|loss_mode|policy_loss|advantage.estimator")
 YAML_VARIABLE = re.compile(r"\$\{(?:([\w.]+)|(add|mul|div):([^{},]+),([^{},]+))\}")
 SIGNS = {"add": "+", "mul": "*", "div": "/"}
 OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
@@ -114,11 +117,15 @@ def joined(script):
 
 
 def commands(script):
-    """The same, without the lists and texts that no command uses, and without lines that start
-    with a flag. Such a line is no part of a command, for example after a comment."""
-    script = joined(script)
+    """The same, without the lists and texts that no command uses, without the flags of a launcher,
+    and without lines that start with a flag. Such a line is no part of a command, for example after
+    a comment. If a command sets the level of the ratio, other commands do not count."""
+    script = re.sub(LAUNCHER, r"\1", joined(script))
     lists = [(match[1], match[0]) for match in re.finditer(LIST, script)]
     script = re.sub(rf"(?m)^ *(({FLAG}|{OVERRIDE}=)|echo|printf).*$", "", re.sub(LIST, "", script))
+    lines = script.splitlines()
+    if any(LEVEL.search(line) for line in lines):
+        script = "\n".join(line for line in lines if LEVEL.search(line) or not PROGRAM.search(line))
     used = script
     for _ in range(5):  # a list may use other lists
         names = {name for pair in re.findall(r"\$\{?(\w+)|export +(\w+)", used) for name in pair}

@@ -293,7 +293,12 @@ SHELL = {
     "slime, by tokens": (
         "A=(\n   --advantage-estimator gspo\n   --calculate-per-token-loss\n)\npython3 train.py "
         "${A[@]} --num-steps-per-rollout 4", ("sequence", "tokens", 4, 0.2, 0.2, "other_mean")),
-    "two commands": ("swift sft --gradient_accumulation_steps 16\n" + SWIFT + FLAGS, NO_UPDATES),
+    "another command": ("swift sft --gradient_accumulation_steps 16\n" + SWIFT + FLAGS, PAPER),
+    "a launcher": (f"accelerate launch --gradient_accumulation_steps 8 a.py {FLAGS}", PAPER),
+    "a function": (f"run() {{\n python a.py {FLAGS} $@\n}}\nrun --epsilon 0.1",
+                   (*PAPER[:3], "unknown", 0.0004, "unknown")),
+    "a text that is read": (
+        "read -r -d '' A <<EOF\n" + VERL + "\nEOF\npython3 -m verl.trainer.main_ppo $A", PAPER),
     "a default of itself, and texts that are joined": (
         'E=${E:-3e-4}\n: "${H:=4e-4}"\nM="--epsilon $E --epsilon_high ${H}"\n'
         'M="$M --loss_type grpo"\n'
