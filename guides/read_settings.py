@@ -19,10 +19,12 @@ LOSS = re.compile(r"^_?compute_loss|logps|^args$|^\(\)$|training_step|_prepare_i
 INNER = re.compile(r"Config$|Arguments$|Trainer|Callback")  # classes that may change settings
 FRESH = re.compile(r"(^|\.)([A-Z]\w*|dict|defaultdict|parse_args|deepcopy|replace)$")  # new objects
 LIKE = re.compile(r"(?i)arg|cfg|conf|trainer|\(\)$")  # may be a configuration
-HARMLESS = re.compile(r"(?i)print|log|display|save|show|json|trainer$")  # calls without changes
+# Calls without changes
+HARMLESS = re.compile(
+    r"(^|[._])(p?print|log|logger|logging|display|save|show|json)([._]|$)|rainer$")
 DICT = ast.Name("dict")
 COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
-OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo_trainer)(\.yaml)?"  # files with an engine's own defaults
+OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo(_megatron)?_trainer)(\.yaml)?"  # with an engine's defaults
 HOLE = "<?>"  # stands in a script for what cannot be read
 SUBSTITUTION = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}|\$\(\(.*?\)\)|\$\([^()]*\)"
 ASSIGNMENT = rf"""(?<![\w.$-])(\w+)=("[^"]*"|'[^']*'|(?:{SUBSTITUTION}|[^\s;&|])*)"""
@@ -108,7 +110,7 @@ def yaml_settings(text, folder):
 
 
 def number(text):
-    return float(text) if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text) else math.nan
+    return float(text) if re.fullmatch(r"[\d.]+([eE][+-]?\d+)?", text) else math.nan
 
 
 def joined(script):
