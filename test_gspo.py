@@ -7,8 +7,7 @@ r"""The specification of gspo.py, and the tests of a student's version.
 
 The maths is what the equations say, on ordinary input. The promises make a function usable on any
 input: half precision, NaN in the padding, responses without tokens, micro-batches, and a ValueError
-for invalid arguments. All tests of the maths come first, so `-x` is a tutorial. The first line of a
-failure says what to look at. Only behaviour is tested, so every correct file passes.
+for invalid arguments. The tests of the maths come first, so `-x` is a tutorial.
 
     arXiv v2         what it says                                     function
     Eq. 6            (reward - mean) / standard deviation, by group   group_advantages
@@ -21,9 +20,7 @@ failure says what to look at. Only behaviour is tested, so every correct file pa
     -                the fraction of tokens that clipping removes     clip_fraction
 
 To run fewer tests, add for example -k "SequenceRatio or GspoLoss". grader.py, which is beside this
-file or in homework/, ends endless loops and prints the grade; `python test_gspo.py --help` explains
-the rules. If gspo.py is beside this file, a function that fails is replaced by the correct one when
-the losses that call it are tested. Without gspo.py, the grade may therefore be lower.
+file or in homework/, ends endless loops and prints the grade.
 """
 import importlib.util
 import itertools
@@ -459,6 +456,7 @@ class GrpoValues:
     """Means over tokens: (1.5 + .5) / 2, (-.8 - 1 - 2 - .8) / 4, (-12 - 2.4 - 12) / 3 and
     (.25 + 3) / 2. Each token's gradient is -w A / |y|, or 0 if the clip is active for it."""
     objectives = [1, -1.15, -8.8, 1.625]
+    without_root = objectives      # GRPO has no root
     gradients = [[0, -0.25], [0, 0.25, 0.5, 0], [4, 0, 4], [-0.125, 0]]
 
 
@@ -470,9 +468,10 @@ class Gspo(Loss):
     one_ratio = True
     default_range = (3e-4, 4e-4)
     objectives = [1.5, -0.8, -6, 1]
+    without_root = [1.5, -0.8, -24, 0.5]  # the products are 4, 1/16, 8 and 1/4
     gradients = [[0, 0], [0, 0, 0, 0], [2, 2, 2], [-0.5, -0.5]]
     other = GrpoValues
-    other_hint = "this is GRPO's value: in GSPO, all tokens share the response's ratio s"
+    other_hint = "this is GRPO's value (all tokens share s), or s is always 1 (use old_log_probs)"
     value_hint = "Eq. 5: the loss is minus min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)"
     gradient_hint = "Eq. 10: the gradient of a token is -s A / |y|, or 0 if the clip is active"
 
@@ -512,6 +511,7 @@ class LossMaths:
         value = self.value(*example([i]))
         check(value, -self.objectives[i], f"{self.value_hint} ({about(i)})", mistakes=[
             (self.objectives[i], self.sign_hint),
+            (-self.without_root[i], "the power 1/|y| is missing in s"),
             (-self.other.objectives[i], f"{self.other_hint} ({about(i)})")])
 
     @pytest.mark.parametrize("i", ALL)
@@ -741,6 +741,15 @@ class TestPromisesOfClippedObjective:
 
 
 class LossPromises:
+    def test_adds_up_over_micro_batches(self):
+        arguments = random_batch().arguments
+        whole, gradient = self.value_and_gradient(*arguments)
+        parts = [[x[i] for x in arguments] for i in torch.arange(12).split([1, 2, 3, 6])]
+        parts = [self.value_and_gradient(*part, denominator=12) for part in parts]
+        hint = "the loss is a sum over responses / denominator, so that micro-batches add up"
+        check(sum(value for value, _ in parts), whole.detach(), hint)
+        check(torch.cat([part for _, part in parts]), gradient, f"{hint}, and so do gradients")
+
     @UNUSUAL
     def test_of_unusual_responses(self, rows, padding, hint):
         new, old, advantages, mask = example(rows, padding=padding)
@@ -752,15 +761,6 @@ class LossPromises:
 
     def test_gives_the_old_log_probs_no_gradient(self):
         check_no_gradient_of_old(self.loss, *example())
-
-    def test_adds_up_over_micro_batches(self):
-        arguments = random_batch().arguments
-        whole, gradient = self.value_and_gradient(*arguments)
-        parts = [[x[i] for x in arguments] for i in torch.arange(12).split([1, 2, 3, 6])]
-        parts = [self.value_and_gradient(*part, denominator=12) for part in parts]
-        hint = "the loss is a sum over responses / denominator, so that micro-batches add up"
-        check(sum(value for value, _ in parts), whole.detach(), hint)
-        check(torch.cat([part for _, part in parts]), gradient, f"{hint}, and so do gradients")
 
     def test_computes_in_float32_at_least(self):
         """Each token is e^(1023/1024) times as likely. As A = -1, the loss is this ratio."""

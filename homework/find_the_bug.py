@@ -10,8 +10,8 @@ runs/bugs/.
 
 A hand-out is FOLDER with the exercise of find_the_bug.md, and with the logs and the picture of
 eight new runs with the seeds N to N + 7, where N is --seed. The letters are shuffled. The key is
-not near FOLDER but in runs/keys/. Nothing is overwritten. Compare the answers with the new logs
-before you grade, because seeds differ.
+not near FOLDER but in runs/keys/. Because seeds differ, the key has the ranges of the metrics of
+each log. Nothing is overwritten.
 
 The bugs follow below. Do not read on before you have solved find_the_bug.md.
 """
@@ -49,11 +49,14 @@ PANELS = {  # metric: (unit, scale of the vertical axis)
 KEY = """# Find the bug: the key
 
 The runs have the seeds {first} to {last}. The answers in homework/find_the_bug.md say which metric
-shows each bug, and why. Accept any other metric that shows the bug, if the explanation is correct.
+shows each bug, and why. In these runs, the numbers differ from those of the answers. Accept any
+other metric that shows the bug, if the explanation is correct. The table has the lowest and the
+highest absolute value of each metric of the picture.
 
 {table}"""
 LETTERS = "abcdefgh"
 SECOND_SEED = 1  # of the second correct run; the seed of all other published runs is 0
+LOWEST = 1e-9  # on logarithmic axes
 BLUE, _ = STYLES["gspo"]
 END = 1  # the tiny tokenizer's end token
 
@@ -211,12 +214,27 @@ def hand_out(folder, seed):
     (folder / PAGE.name).write_text(exercise, encoding="utf-8")
     write_packed(folder / LOGS.name, logs)
     draw(logs, folder / LOGS.with_suffix(".png").name)
-    table = markdown(["log", "what is wrong"], list(zip(LETTERS, names)))
+    lines = [[letter, name, *ranges(logs[letter])] for letter, name in zip(LETTERS, names)]
+    table = markdown(["log", "what is wrong", *PANELS], lines)
     key.write_text(KEY.format(first=seed, last=seed + 7, table=table), encoding="utf-8")
     return key
 
 
 # ---- picture and table ---------------------------------------------------------------------------
+
+
+def sizes(rows, name):
+    """The absolute values of this metric over the rollouts. A missing value is NaN."""
+    return [math.nan if row[name] is None else abs(row[name]) for row in rows[1:]]
+
+
+def ranges(rows):
+    """For each metric of the picture, its lowest and its highest absolute value."""
+    found = []
+    for name in PANELS:
+        known = [value for value in sizes(rows, name) if value == value]
+        found.append(f"{min(known):.2g} to {max(known):.2g}")
+    return found
 
 
 def draw(logs, path):
@@ -225,7 +243,9 @@ def draw(logs, path):
     axes = figure.subplots(len(logs), len(PANELS), sharex=True, sharey="col")
     for line, (letter, rows) in zip(axes, logs.items()):
         for axis, (name, (_, scale)) in zip(line, PANELS.items()):
-            values = [math.nan if row[name] is None else abs(row[name]) for row in rows[1:]]
+            values = sizes(rows, name)
+            if scale == "log":
+                values = [max(value, LOWEST) for value in values]  # 0 is not on such an axis
             axis.plot(range(1, len(rows)), values, ".-", color=BLUE)
             axis.set_yscale(scale)
             axis.tick_params(labelsize=9)
@@ -247,7 +267,7 @@ def averages(rows):
     """{metric: the mean of its absolute value over the rollouts}, and eval_reward at the end."""
     values = {"eval_reward": rows[-1]["eval_reward"]}
     for name in METRICS:
-        known = [abs(row[name]) for row in rows[1:] if row[name] is not None]
+        known = [value for value in sizes(rows, name) if value == value]
         values[name] = sum(known) / len(known)
     return values
 

@@ -16,10 +16,11 @@ the maths. The other 10 are for the tests of the promises, which concern unusual
 precision, NaN in the padding, responses without tokens, micro-batches and invalid arguments. Each
 of these two kinds of tests gives all of its points if all of its tests pass, and otherwise at most
 a third, in proportion to the tests that pass. A mistake in sequence_ratio or clipped_objective
-costs no points in the losses that call it. A wrong sign, a sum that is not divided, and a mean over
-the tokens of all responses cost points only in the first loss that has them. A mistake in another
-function costs points in every function that calls it. A short form contains the private _helpers
-of gspo.py, and the functions that its solutions call. The whole assignment does not.
+costs no points in the losses that call it. Three mistakes cost points only in the first loss that
+has them: a wrong sign, a sum that is not divided, and a mean over the tokens of all responses. A
+mistake in another function costs points in every function that calls it. A short form contains the
+private _helpers of gspo.py, and the functions that its solutions call. The whole assignment does
+not.
 
 The loop: MicroBatch.__init__, response_log_probs, and phases 3 and 4 of train_step are blank. These
 four parts count alike, by the same rule. If all four are correct, the whole step counts as a fifth
@@ -44,6 +45,7 @@ import argparse
 import ast
 import builtins
 import csv
+import itertools
 import json
 import keyword
 import os
@@ -151,6 +153,11 @@ def maths_assignment(blanks=FUNCTIONS):
     return "\n".join(lines) + "\n"
 
 
+ALL_FUNCTIONS = """\
+To work on one function first, for example on sequence_ratio, add `-k SequenceRatio` to a command.
+
+If sequence_ratio or clipped_objective is wrong, your teacher's grade can be higher than yours: your
+teacher's grader tests the losses with correct versions of these two functions."""
 MATHS = Homework(
     solution=ROOT / "gspo.py",
     tests=ROOT / "test_gspo.py",
@@ -159,17 +166,14 @@ MATHS = Homework(
     copies={"grader.py": HERE / "grader.py"},
     parts=FUNCTIONS,
     title="the maths of GSPO",
-    task="""\
+    task=f"""\
 Write the bodies of the functions in my_gspo.py. Each docstring says what its function returns, and
 names the equations of the paper (arXiv:2507.18071, version 2). You need torch and pytest. Each
 function has two parts. The maths gives 90% of the points, and its tests come first. The promises
 give 10%. They are the guarantees in the list at the top of the file, and the errors in the
 docstrings. You do not have gspo.py and train_math.py, which the file mentions.
 
-To work on one function first, for example on sequence_ratio, add `-k SequenceRatio` to a command.
-
-If sequence_ratio or clipped_objective is wrong, your teacher's grade can be higher than yours: your
-teacher's grader tests the losses with correct versions of these two functions.""",
+{ALL_FUNCTIONS}""",
     pieces=maths_pieces,
     assignment=maths_assignment,
 )
@@ -177,9 +181,10 @@ teacher's grader tests the losses with correct versions of these two functions."
 
 def short_form(blanks):
     """The homework of the maths in which only these functions are blank, and count."""
+    task = MATHS.task.removesuffix(ALL_FUNCTIONS).rstrip()
     return replace(
         MATHS, parts=blanks, assignment=lambda: maths_assignment(blanks),
-        task=MATHS.task.replace("bodies of the functions", f"body of {' and of '.join(blanks)}"),
+        task=task.replace("bodies of the functions", f"body of {' and of '.join(blanks)}"),
         select=" or ".join(name.title().replace("_", "") for name in blanks))
 
 
@@ -208,8 +213,8 @@ HINTS = {
     # minibatch. build_minibatches has left out the responses whose advantage is 0. What does this
     # mean for the denominator?
     # parts.clip_gradients(model) clips the gradient to norm 1, and returns its norm before that.
-    # cfg.clip_range() is (eps_low, eps_high). You may put the backward pass into
-    # `with tf32_matmuls():`, which makes it faster on CUDA.
+    # Write eps_low, eps_high = cfg.clip_range(): the code after the blank needs these two names.
+    # You may put the backward pass into `with tf32_matmuls():`, which makes it faster on CUDA.
     # The metrics need two lists with an entry per optimizer step. An entry of `updates` is a list
     # of (micro-batch, detached log-probs, loss as a number), and an entry of `grad_norms` is the
     # gradient norm before clipping.""",
@@ -457,6 +462,10 @@ def grade(homework, name, source, seen):
     row = {"file": name, "grade": 0.0}
     if not source.strip():
         return row | {"remark": "is empty or cannot be read"}
+    if source.startswith("PK\x03"):
+        return row | {"remark": "is a zip file: unpack it first"}
+    if "\0" in source:
+        return row | {"remark": "is not a text in UTF-8: save it as UTF-8"}
     if source.lstrip().startswith("{") and '"cells"' in source:
         return row | {"remark": "is a Jupyter notebook: export it as a Python script (.py) first"}
     with tempfile.TemporaryDirectory() as folder:
@@ -473,8 +482,9 @@ def grade(homework, name, source, seen):
     return row | {"remark": " // ".join(remarks)}
 
 
-def grade_class(homework, paths, as_json):
-    """Prints a row for each file as soon as it is graded."""
+def grade_class(homework, paths, as_json, left_out=()):
+    """Prints a row for each file as soon as it is graded, and one without a grade for each file or
+    folder that is left out."""
     sources = [(str(path), read_text(path)) for path in paths]  # before the first one runs
     solved, problem = results_of(homework, homework.solution)
     if problem:
@@ -495,21 +505,28 @@ def grade_class(homework, paths, as_json):
             passed = [pair[0] for pair in found.values()]
             table.writerow([name, row["grade"], *passed, row["remark"]])
         sys.stdout.flush()
+    remark = f"not graded: no .py file has {Path(homework.blank).stem} in its name"
+    for path in left_out:
+        print(f"{path}: {remark}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"file": str(path), "grade": None, "remark": remark}))
+        else:
+            table.writerow([path, "", *[""] * len(most), remark])
 
 
 def files_of(homework, path):
-    """This file, or the .py files below this folder that have the hand-out's name in theirs."""
+    """(this file, or the .py files below this folder that have the hand-out's name in theirs; what
+    else the folder holds)"""
     if path.is_file():
-        return [path]
+        return [path], []
     name = Path(homework.blank).stem
-    found = [file for file in sorted(path.rglob("*.py")) if name in file.name.lower()
+    found = [file for file in sorted(path.rglob("*"))
+             if name in file.name.lower() and file.suffix.lower() == ".py"
              and not any(part[0] == "." for part in file.relative_to(path).parts)]
-    for entry in sorted(path.glob("[!._]*")):
-        if not any(entry in (file, *file.parents) for file in found):
-            print(f"{entry}: not graded, no .py file has {name} in its name", file=sys.stderr)
     if not found:
         sys.exit(f"no file matches {path}: no .py file there has {name} in its name")
-    return found
+    return found, [entry for entry in sorted(path.glob("[!._]*"))
+                   if not any(entry in (file, *file.parents) for file in found)]
 
 
 def main(argv=None):
@@ -537,8 +554,9 @@ def main(argv=None):
     elif not files:
         sys.exit("--grade needs the files to grade, or their folder")
     else:
-        paths = [path for name in files for path in files_of(homework, Path(name))]
-        grade_class(homework, paths, flags.json)
+        found = [files_of(homework, Path(name)) for name in files]
+        paths, left_out = (list(itertools.chain(*part)) for part in zip(*found))
+        grade_class(homework, paths, flags.json, left_out)
 
 
 if __name__ == "__main__":
