@@ -53,8 +53,9 @@ The questions of this run ask for 10 to 16 months, and 175 of them are held out.
 In each line below, cut is the fraction of responses that reach the length limit.
 equal_reward_groups is the fraction of questions whose responses all have the same reward, which
 have no gradient.
-clip_fraction is the fraction of tokens that clipping removes from the gradient, and log_ratio_std
-says how far the probabilities of the responses have moved apart in the updates of the step.
+clip_fraction is the fraction of tokens that clipping removes from the gradient. GSPO clips all
+tokens of a response at once. log_ratio_std says how far the probabilities of the responses have
+moved apart in the updates of the step.
 eval_best_constant is the accuracy of giving the same answer to all questions."""
 GREEDY = """\
 This is greedy decoding, which takes the most probable token each time. Greedy accuracy is often
