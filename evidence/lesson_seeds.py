@@ -177,7 +177,8 @@ def draw_collapse():
         axis.plot(steps, [fmean(values) for values in zip(*curves)], line, marker=marker,
                   markersize=4, color=color, linewidth=2.5, label=label)
     axis.set(ylim=(0, 100), ylabel="accuracy of the sampled responses (%)", xlabel="rollout",
-             xticks=range(2, 17, 2), title=f"Without the clip, all {len(FRESH)} runs collapse")
+             xticks=range(2, 17, 2), title=f"At a learning rate of {LEARNING_RATE[1]}, the mean "
+                                           f"accuracy of {len(FRESH)} runs falls without the clip")
     axis.grid(alpha=0.3)
     figure.legend(title=f"bold with markers: mean of {len(FRESH)} runs; thin: one run",
                   handlelength=4, loc="outside lower center", ncols=2)

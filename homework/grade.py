@@ -521,7 +521,7 @@ def files_of(homework, path):
         return [path], []
     name = Path(homework.blank).stem
     found = [file for file in sorted(path.rglob("*"))
-             if name in file.name.lower() and file.suffix.lower() == ".py"
+             if name in file.name.lower().replace("-", "_") and file.suffix.lower() == ".py"
              and not any(part[0] == "." for part in file.relative_to(path).parts)]
     if not found:
         sys.exit(f"no file matches {path}: no .py file there has {name} in its name")
