@@ -15,23 +15,24 @@ import sys
 import tomllib
 from pathlib import Path
 
-from read_settings import HOLE, Code, Unread, flags, flat, number, with_values, yaml_settings
+from read_settings import HOLE, Code, Unread, commands, filled, flags, flat, number, yaml_settings
 
 FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_text("utf-8"))
 HEREDOC = re.compile(r"""(?s)([^\n]*<<-?\s*['"]?(\w+)['"]?[^\n]*)\n(.*?)\n\s*\2(?=\n|$)""")
-READ = re.compile(r"\bread\b.*?(\w+)\s*<<")
+TEXT = re.compile(r"""(?s)(?:\bread\b[^\n]*?(\w+)\s*|(\w+)="?\$\(\s*cat\s*)<<-?\s*['"]?(\w+)['"]?"""
+                  r"""[^\n]*\n(.*?)\n\s*\3(?:\s*\)"?)?(?=\n|$)""")
 
 
 def shell_settings(text, folder):
     """The flags of a script, and the YAML that it writes with cat <<EOF into its --config."""
+    text = TEXT.sub(lambda match: '{}="{}"'.format(
+        match[1] or match[2], match[4].replace('"', "'")), text)
+    script = HEREDOC.sub("\n", text)
+    found, values = flags(script, is_script=True), commands(script)[2]
     for line, _, body in HEREDOC.findall(text):
-        for name in READ.findall(line):  # read NAME <<EOF assigns the text
-            text = text.replace(f"{line}\n{body}", name + '="' + " ".join(body.split()) + '"')
-    found = flags(HEREDOC.sub("\n", text), is_script=True)
-    for line, _, body in HEREDOC.findall(with_values(text)):
-        if None in found and Path(found[None]).name in line:
+        if None in found and Path(found[None]).name in filled(line, values):
             del found[None]
-            found = yaml_settings(body, folder) | found
+            found = yaml_settings(filled(body, values).replace("$", HOLE), folder) | found
     return found if engine_of(found) else flags(text, is_script=True)  # in a text
 
 
@@ -48,8 +49,11 @@ def python_settings(cells):
                 raise
     code = ast.unparse(ast.Module(body, []))
     is_unsloth = re.search(r"(?m)^ *(from|import) unsloth", code)
-    found = [flat(one) | ({"unsloth": True} if is_unsloth else {})
-             for one in Code(body).configurations()]
+    try:
+        found = Code(body).configurations()
+    except TimeoutError:
+        found = [{"is_config": True, None: "code that takes too long to follow"}]
+    found = [flat(one) | ({"unsloth": True} if is_unsloth else {}) for one in found]
     found = [one for one in found if engine_of(one)]
     # A command in texts, such as subprocess.run(["--flag", "value"]), without the docstrings
     words = re.sub(r'(?ms)^ *""".*?"""|add_argument\(.*?\)', "", code)
@@ -63,7 +67,8 @@ def settings_in(path):
     text = path.read_text("utf-8")
     if path.suffix in (".yaml", ".yml", ".json"):
         found = yaml_settings(text, path.parent)
-        return [found if engine_of(found) else flags(text)]  # a command may be one of its values
+        texts = "\n".join(map(str, found.values()))  # one may be a command
+        return [found if engine_of(found) else flags(texts, is_script=True)]
     if path.suffix == ".toml":
         return [flat(tomllib.loads(text))]
     if path.suffix == ".py":
@@ -78,6 +83,20 @@ def engine_of(settings):
     """The facts on the engine that these settings are for, or None."""
     keys = "\n".join(map(str, settings))
     return next((one for one in FACTS["engines"] if re.search(one["keys"], keys, re.M)), None)
+
+
+def sections(settings):
+    """One run for each section that sets the level, for an engine whose settings have no sections.
+    Settings of inner sections do not count, and those of other sections are not read."""
+    name = (engine_of(settings) or {}).get("level_of_section", "?")
+    of = {key: f".{key}".rpartition(".")[0] + "." for key in settings}  # its section
+    found = []
+    for own in [of[key] for key in of if str(key).endswith(name)]:
+        keys = sorted([key for key in of if own.startswith(of[key])], key=lambda key: -len(of[key]))
+        others = {key: Unread(f"{settings[key]} in another section") for key in of
+                  if key not in keys and not of[key].startswith(own)}
+        found.append({key: settings[key] for key in keys} | others)
+    return found or [settings]
 
 
 def look(settings, names, default, engine):
@@ -187,6 +206,7 @@ def remarks(runs):
     for run in runs:
         engine, base = engine_of(run), run.get(None)
         found += [f"{base} may add more to the loss"] * bool(base)
+        found += [f"{run.get('$')} may change settings, but is not read"] * ("$" in run)
         own = {key: value for key, value in run.items() if key is not None}
         for name, (default, *needed) in engine["additions"].items():
             source = look(own, name, default, engine)[1].removesuffix(", which cannot be read")
@@ -200,6 +220,8 @@ def remarks(runs):
         value, source = look(run, name, default, engine)
         if not re.fullmatch(expected, value):
             found.append(FACTS["advantages"].format(source=source, name=name, value=expected))
+        value, source = look(run, *engine.get("group", ("", "")), engine)
+        found += [FACTS["group"].format(source=source)] * (value == "1")
         sampler = " and ".join(judged(run)[1]["sampler"])
         found += [FACTS["sampler"].format(source=sampler)] * bool(sampler)
     return dict.fromkeys(found)
@@ -246,7 +268,8 @@ def main(arguments):
     except Exception as error:  # a file may hold anything
         reason = " ".join(str(error).split())
         sys.exit(f"{files[0]} cannot be read: {type(error).__name__}: {reason}")
-    runs = [run | given for run in found if engine_of(run | given)]
+    runs = [given | run | given for one in found for run in sections(one)]  # given first
+    runs = [run for run in runs if engine_of(run)]
     values, sources = together(runs or [{}])
     if "--json" in arguments:
         print(json.dumps(values))

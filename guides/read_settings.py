@@ -5,6 +5,7 @@ assigned twice with different values, only under a condition, or through another
 If the trainer may have another loss than the engine, all settings are unread.
 """
 import ast
+import builtins
 import collections
 import functools
 import math
@@ -17,30 +18,40 @@ IMPORTS = re.compile(r"(trl(?!\.experimental)|unsloth\w*|swift|transformers)(\.|
 TRAINER = re.compile(r"(?i)trainer(_?cls|_?class)?$")
 LOSS = re.compile(r"^_?compute_loss|logps|^args$|^\(\)$|training_step|_prepare_inputs|_and_score")
 INNER = re.compile(r"Config$|Arguments$|Trainer|Callback")  # classes that may change settings
+OUTER = re.compile(r"Config$|Arguments$|(?i:trainer)$|dataclass")  # bases that do not
 FRESH = re.compile(r"(^|\.)([A-Z]\w*|dict|defaultdict|parse_args|deepcopy|replace)$")  # new objects
 LIKE = re.compile(r"(?i)arg|cfg|conf|trainer|\(\)$")  # may be a configuration
-# Calls without changes
+# Calls that do not change what they are given, besides the functions of Python
 HARMLESS = re.compile(
-    r"(^|[._])(p?print|log|logger|logging|display|save|show|json)([._]|$)|rainer$")
+    r"(^|[._])(p?print|log|logger|logging|display|save|show|json|wandb|yaml|generate)([._]|$)"
+    r"|(^|\.)(replace|deepcopy|copy|asdict|fields|signature|append)$|rlhf_main$"
+    r"|\.(get\w*|to_\w+|items|keys|values)$|(rainer|Config|Arguments|Parser|Callback)$")
 DICT = ast.Name("dict")
 COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
 OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo(_megatron)?_trainer)(\.yaml)?"  # with an engine's defaults
+STEPS = 100_000  # of the evaluation of a file; our largest example of a training needs 17,000
 HOLE = "<?>"  # stands in a script for what cannot be read
-SUBSTITUTION = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}|\$\(\(.*?\)\)|\$\([^()]*\)"
-ASSIGNMENT = rf"""(?<![\w.$-])(\w+)=("[^"]*"|'[^']*'|(?:{SUBSTITUTION}|[^\s;&|])*)"""
-ASSIGNED_DEFAULT = r"\$\{(\w+):?=([^}]*)\}"
-VARIABLE = re.compile(r"\$\(\((.*?)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}\n]*))?\}|\$(\w+)"
-                      r"|\$\{[^}\n]*\}|\$\([^()]*\)|`[^`\n]*`")
-QUOTED = r"""("[^"]*"|'[^']*')"""
-COMMENT = re.compile(rf"(?m){QUOTED}|(?:^|(?<=\s))#.*$")
-LIST = rf"""(?<![\w.$-])(\w+)\+?=(\((?:{QUOTED}|\$\(\(.*?\)\)|\$\([^()]*\)|[^()"'])*\)|{QUOTED})"""
+QUOTED = r"""("(?:\\[\s\S]|[^"\\])*"|'[^']*')"""
+COMMENT = rf"(?m){QUOTED}|(?:^|(?<=\s))#.*$"
+OUTPUT = r"\$\((?!\()[^()]*\)|`[^`\n]*`"  # of a command
+LIST = rf"""\((?:{QUOTED}|\$\(\(.*?\)\)|[^()"'])*\)"""
+END = rf"(?<==){LIST}|{QUOTED}|(&&|\|\||[;|])"  # of a command, if it is not in a text
+VARIABLE = (r"\$\(\((.*?)\)\)|\$\{(\w+)(\[[@*]\])?(?::?([-=])([^{}\n]*))?\}|\$(\w+)"
+            r"|\$\{[^{}\n]*\}")
+TEXT = rf"""(?:{QUOTED}|\$\(\(.*?\)\)|\$\{{[^{{}}]*\}}|[^\s;&|()"'])*"""
+ASSIGNMENT = re.compile(rf"(?<![\w.$-])(\w+)(\+?)=({LIST}|{TEXT})")
+REPEATED = re.compile(r"(?m)^\s*(function|for|while|until)\b|^\s*\w+\s*\(\)")
 FLAG = r"--[A-Za-z][\w.-]*"
+OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
+SETTING = rf"({FLAG}|{OVERRIDE}(?==))"
 LAUNCHER = r"(accelerate launch|torchrun|deepspeed)\b[^\n]*?(?=\s\S+\.py\b|\s-m\s)"
-PROGRAM = re.compile(r"(\.py|\b(launch|torchrun|deepspeed|swift|megatron|trl|-m \S+))\b.* --")
-LEVEL = re.compile("importance.sampling|loss_mode|policy_loss|advantage.estimator")
+LEVEL = re.compile(r"(--|\.)\S*(importance.sampling|loss_mode|policy_loss|advantage.estimator)")
+# What is not part of a command's list of words: the program, texts, and files of the output
+BESIDE = (r"(?m)^.*?(\.py\b|\s-m\s+\S+|\b(rlhf|grpo)\b)"
+          rf"|(=|{FLAG}\s+)(?!.\$\w+\[){QUOTED}|\d?>+\s*\S+")
+UNREAD_WORD = rf"(?<!\S)({FLAG}\s+)?(\$\w+(?:\[.\])?|\$[@*]|{re.escape(HOLE)})(?!\S)"
 YAML_VARIABLE = re.compile(r"\$\{(?:([\w.]+)|(add|mul|div):([^{},]+),([^{},]+))\}")
 SIGNS = {"add": "+", "mul": "*", "div": "/"}
-OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
 
 
 class Unread(str):
@@ -79,7 +90,10 @@ def with_defaults(text, folder):
         import yaml
     except ImportError:
         raise ValueError("install PyYAML to read it, or pass its settings as flags") from None
-    own = flat(yaml.safe_load(text) or {})
+    own = yaml.safe_load(text) or {}
+    if isinstance(own, list):  # the overrides of a command, as in .hydra/overrides.yaml
+        return flags("\n".join(own))
+    own = flat(own)
     bases = own.pop("defaults", [])
     bases = bases if isinstance(bases, list) else [bases]
     found = {}
@@ -113,56 +127,68 @@ def number(text):
     return float(text) if re.fullmatch(r"[\d.]+([eE][+-]?\d+)?", text) else math.nan
 
 
-def joined(script):
-    """A shell script without comments, and with one line for each command."""
-    return COMMENT.sub(lambda match: match[1] or "", script).replace("\\\n", " ")
+def filled(text, values):
+    """A text with the values of the variables that it names. What is not known stays $NAME."""
+    def known(match):
+        inside, name, is_list, sign, default, plain = match.groups()
+        if inside:
+            inside = re.sub(r"(?<![\w{$])[A-Za-z_]\w*", r"$\g<0>", inside)
+            result = computed(filled(inside, values).replace("/", "//"))
+            return HOLE if isinstance(result, Unread) else str(result)
+        name = name or plain
+        value = values.get(name, HOLE)
+        if sign and (name not in values or not value):
+            value = default
+        if sign == "=":
+            values[name] = value
+        return f"${name}{is_list or ''}" if name and value == HOLE else value
+
+    for _ in range(5):  # a value may name other variables
+        text = re.sub(VARIABLE, known, text)
+    return text
 
 
 def commands(script):
-    """The same, without the lists and texts that no command uses, without the flags of a launcher,
-    and without lines that start with a flag. Such a line is no part of a command, for example after
-    a comment. If a command sets the level of the ratio, other commands do not count."""
-    script = re.sub(LAUNCHER, r"\1", joined(script))
-    lists = [(match[1], match[0]) for match in re.finditer(LIST, script)]
-    script = re.sub(rf"(?m)^ *(({FLAG}|{OVERRIDE}=)|echo|printf).*$", "", re.sub(LIST, "", script))
-    lines = script.splitlines()
-    if any(LEVEL.search(line) for line in lines):
-        script = "\n".join(line for line in lines if LEVEL.search(line) or not PROGRAM.search(line))
-    used = script
-    for _ in range(5):  # a list may use other lists
-        names = {name for pair in re.findall(r"\$\{?(\w+)|export +(\w+)", used) for name in pair}
-        used = "\n".join([script, *[text for name, text in lists if name in names]])
-    return used
-
-
-def with_values(script):
-    """A shell script without comments, with the values of its variables where they are known."""
-    script = joined(script)
-    names = collections.defaultdict(set)
-    for name, text in re.findall(ASSIGNMENT, script) + re.findall(ASSIGNED_DEFAULT, script):
-        text = re.sub(rf"\$\{{{name}:?[-=]([^}}]*)\}}", r"\1", text)  # X=${X:-4} sets a default
-        rest = re.sub(SUBSTITUTION, "", text)  # of a text with quotes inside, half is read
-        names[name].add(HOLE if re.search(r"\$[({]", rest) else text.strip("'\""))
-
-    def known(match):
-        inside, name, default, plain = match.groups()
-        if inside:
-            inside = re.sub(r"(?<![\w{$])[A-Za-z_]\w*", r"$\g<0>", inside)
-            inside = VARIABLE.sub(known, inside)
-            return f"$(({inside}))" if "$" in inside else str(computed(inside.replace("/", "//")))
-        texts = names.get(name or plain, [default or HOLE])
-        return min(texts) if len(texts) == 1 else HOLE
-
-    for _ in range(5):  # a value may name other variables
-        script = VARIABLE.sub(known, script)
-    return VARIABLE.sub(HOLE, script)
+    """The lines of a script that start the training; their words that are not read; and the values
+    of all variables. The last assignment above a line counts. A line that starts with a flag is no
+    command, for example after a comment. If a command sets the level, others do not count. With a
+    loop or a function, all lines count, and a variable must have one value."""
+    script = re.sub(COMMENT, lambda match: match[1] or "", script).replace("\\\n", " ")
+    for _ in range(5):  # a command may be inside another one
+        script = re.sub(OUTPUT, HOLE, script)
+    script = re.sub(r"\$\{[@*][^{}]*\}", "$@", script)
+    script = re.sub(END, lambda match: f"\n{match[3]} " if match[3] else " ".join(match[0].split()),
+                    script)
+    values, is_repeated = {}, bool(REPEATED.search(script))
+    for _ in range(1 + is_repeated):  # a function may use what is assigned below it
+        lines, depth = [], 0
+        for line in script.splitlines():
+            is_sure = depth == 0 and not line.startswith(("&&", "||"))
+            line = re.sub(r"^[\s;&|]*((then|else|do)\b\s*)?", "", line)
+            depth += bool(re.match(r"(if|case)\b", line)) - bool(re.match(r"(fi|esac)\b", line))
+            for name, sign, text, *_ in ASSIGNMENT.findall(line):
+                text = re.sub("['\"]", "", text[1:-1] if text.startswith("(") else text)
+                if not is_sure:
+                    text = re.sub(rf"{SETTING}(=\S*|\s+[^-\s]\S*)?", rf"\1={HOLE}", text)
+                new, old = filled(text, values), values.get(name, "")
+                if sign:
+                    new = f"{old} {new}"
+                elif name in values and old != new and not re.search(rf"\$\{{?{name}\b", text):
+                    new = HOLE if is_repeated or not is_sure else new
+                values[name] = new
+            line = re.sub(LAUNCHER, r"\1", filled(ASSIGNMENT.sub("", line), values))
+            lines += [line] * (not re.match(rf"{SETTING}|(echo|printf)\b", line))
+    if not is_repeated:
+        lines = [line for line in lines if LEVEL.search(line)] or lines
+    words = re.sub(BESIDE, "", "\n".join(line for line in lines if re.search(SETTING, line)))
+    found = re.findall(UNREAD_WORD, re.sub("['\"]", "", words))
+    return lines, [word for flag, word in found if not flag or "[" in word], values
 
 
 def flags(script, is_script=False):
     """The settings of a command or a shell script: --flag value, --flag=value and a.b=value."""
-    script = commands(script) if is_script else script
-    texts = re.sub(r"""(?<![\w.$-])\w+\+?=(?=["'])""", " ", with_values(script))  # NAME="--flag 1"
-    plain = re.sub("['\"]", "", texts)
+    lines, missing, _ = commands(script) if is_script else ([script], [], {})
+    plain = re.sub("['\"]", "", "\n".join(lines))
     words = re.findall(r"[^\s;&|()]+|[\n;&|()]", plain) + ["\n", "\n"]
     found = {}
     for i, word in enumerate(words[:-2]):
@@ -180,8 +206,13 @@ def flags(script, is_script=False):
         is_own = key == "config_name" and not re.fullmatch(OF_ENGINES, value)
         key = None if is_own or key == "config" else key  # a file may set what is missing here
         is_same = found.setdefault(key, value) == value
+        value = Unread(value) if "$" in value else value
         found[key] = value if is_same else Unread(f"{HOLE}, because it has several values")
-    return found
+    # Arguments of the script, and slime's files about the model, seldom change the loss
+    noted = [word for word in missing if re.match(r"\$([@*\d]|\w*MODEL)", word)]
+    if {*missing} - {*noted}:
+        found[None] = " and ".join([*found.get(None, "").split(), *missing])
+    return found | ({"$": ", ".join(noted)} if noted else {})
 
 
 @functools.cache
@@ -199,6 +230,7 @@ class Code:
         self.nodes = list(ast.walk(ast.Module(body, [])))
         self.assigned = collections.defaultdict(list)
         self.open, self.other_losses, self.made_here = [], [], set()
+        self.known, self.lowest, self.steps = {}, math.inf, 0
         for node in self.nodes:
             for child in ast.iter_child_nodes(node):
                 child.parent = node
@@ -226,10 +258,15 @@ class Code:
                 is_inner = isinstance(node.parent, ast.ClassDef)
                 if is_inner or isinstance(node, ast.ClassDef) or "Config" in text_of(node):
                     self.record("self." * is_inner + node.name, node, node)
+                beside = [text_of(one) for one in node.decorator_list + getattr(node, "bases", [])]
+                if any(TRAINER.search(one) or CONFIG.search(one) for one in beside):
+                    self.other_losses += [one for one in beside if not OUTER.search(one)
+                                          and one not in self.made_here]
                 if LOSS.search(node.name):
                     self.other_losses.append(node.name)
             elif isinstance(node, ast.Call):
                 self.keep_changes(node)
+        self.known = {}  # values of names that were not all assigned yet
 
     def keep(self, target, value):
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -270,10 +307,11 @@ class Code:
         elif re.search(r"(set|del)attr(__)?$|patch\.object$", name) and len(call.args) > 1:
             owner, value = text_of(call.args[0]), [*call.args, ast.Name(ast.unparse(call))][2]
             found = [(getattr(call.args[1], "value", "*"), value)]
-        elif isinstance(call.parent, ast.Expr) and not (
-                HARMLESS.search(name) or name in self.made_here):
-            given = [*call.args, *[word.value for word in call.keywords]]
-            for text in [f"{owner}."] if owner else [f"{text_of(node)}.()" for node in given]:
+        elif not (HARMLESS.search(name) or name in self.made_here or name in dir(builtins)):
+            given = [*call.args, *[word.value for word in call.keywords if word.arg]]
+            given = [one for node in given for one in getattr(node, "elts", [node])]
+            given += [node.func for node in given if isinstance(node, ast.Call)]
+            for text in [f"{owner}."] * bool(owner) + [f"{text_of(node)}.()" for node in given]:
                 self.assigned[text].append(call.func)
         for key, value in found:
             self.record(f"{owner}.{key if isinstance(key, str) else '*'}", value, call)
@@ -291,11 +329,14 @@ class Code:
 
     def value(self, node):
         """The value of an expression, or an Unread with its source."""
+        self.steps += 1
+        if self.steps > STEPS:
+            raise TimeoutError
         if node is None or isinstance(node, ast.Constant):
             return node and node.value
         text = Unread(text_of(node))
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
-            if text in self.assigned and text not in self.open:
+            if text in self.assigned and self.is_closed(text):
                 return self.assigned_value(text)
             if KNOWN.search(text):
                 return {"is_config": True}
@@ -324,13 +365,26 @@ class Code:
     def number(self, name):
         return str(self.value(ast.Name(name[0])))
 
+    def is_closed(self, text):
+        """Whether a name is not being evaluated now."""
+        if text in self.open:
+            self.lowest = min(self.lowest, self.open.index(text))
+        return text not in self.open
+
     def assigned_value(self, text):
+        if text in self.known:
+            return self.known[text]
+        outer, self.lowest = self.lowest, math.inf
         self.open.append(text)
         found = [self.value(one) for one in self.assigned[text] if self.is_run(one) is not False]
         self.open.pop()
-        if not found or any(one != found[0] for one in found):
-            return Unread(f"{text}, which has several values")
-        return self.changed(found[0], text)
+        is_one = found and all(one == found[0] for one in found)
+        several = Unread(f"{text}, which has several values")
+        result = self.changed(found[0], text) if is_one else several
+        if self.lowest >= len(self.open):  # it depends on no name that is still open
+            self.known[text] = result
+        self.lowest = min(self.lowest, outer)
+        return result
 
     def contents(self, node):
         """What a dict, an object or a class holds. The key None has what cannot be read of it."""
@@ -339,12 +393,6 @@ class Code:
             name = text_of(node.func).split(".")[-1]
             if name == "field":
                 return self.value(dict(self.pairs(node)).get("default", node.func))
-            if name == "get" and len(node.args) == 2:
-                owner = self.value(node.func.value)
-                key, default = map(self.value, node.args)
-                if isinstance(owner, dict):
-                    return owner.get(key, default)
-                return Unread(text_of(node))
             if isinstance([*self.assigned.get(name, ()), None][0], ast.FunctionDef):
                 return self.value(node.func)
             if name in COPIES and node.args:
@@ -386,7 +434,7 @@ class Code:
 
     def changed(self, value, name):
         """An object with what is assigned to its items or attributes elsewhere."""
-        if not isinstance(value, dict) or f"{name}." in self.open:
+        if not isinstance(value, dict) or not self.is_closed(f"{name}."):
             return value
         self.open.append(f"{name}.")
         for text, nodes in list(self.assigned.items()):
@@ -442,7 +490,9 @@ class Code:
                     if not isinstance(one, ast.arg) and self.is_run(one) is not False]
             values = [self.changed(self.value(one), text) for one in made]
             values = [one.get("args", one) if isinstance(one, dict) else {} for one in values]
-            if all("is_config" in one for one in values):
+            module = text_of([*self.assigned.get(name.split(".")[0], ()), ast.Name(name)][0])
+            is_other = is_ours and "." in name and not IMPORTS.match(module)
+            if all("is_config" in one for one in values) and not is_other:
                 result += [(one, text) for one in values]
             elif is_ours and is_made and node:
                 result.append((unread({"is_config": True}, text), text))
@@ -458,7 +508,7 @@ class Code:
                 value = self.value(node)
                 if isinstance(value, dict) and "is_config" in value:
                     target = getattr(node.parent, "targets", [None])[0]
-                    name = getattr(node, "name", None) or (text_of(target) if target else None)
+                    name = getattr(node, "name", None) or text_of(target or node)
                     found.append((self.changed(value, name), name))
             if found:
                 return [self.hidden(*one) for one in self.passed(found, kind is ast.Call)]

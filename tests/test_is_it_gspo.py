@@ -202,6 +202,16 @@ PYTHON = {
     "a dict that is merged in place": (
         f"p = {AS_DICT}\np |= {{'epsilon_high': 4e-4, 'num_iterations': 4}}\n"
         "a = GRPOConfig(**p)", PAPER),
+    "harmless calls": (
+        f"a = GRPOConfig({TRL})\nwandb.init(config=a)\nnames = signature(GRPOConfig).parameters\n"
+        "t = trl.GRPOTrainer(args=a, callbacks=[LogCallback(a)])\nn = len(vars(a))\n"
+        "x = a.to_dict()\ndef f(t):\n    t.train()\ny = f(t)\nevaluate(t.model)", PAPER),
+    "names in terms of names": (
+        "n0 = 8\n" + "".join(f"n{i + 1} = n{i} + n{i} - n{i}\n" for i in range(40))
+        + f"args = GRPOConfig({TRL.replace('=8', '=n40')})", PAPER),
+    "the settings of DeepSpeed": (
+        f"args = GRPOConfig({TRL.replace('gradient_accumulation_steps=2, ', '')}, "
+        "deepspeed={'gradient_accumulation_steps': 8})", (*PAPER[:2], 8, *PAPER[3:])),
     "objects beside the configuration": (
         f"a = GRPOConfig({TRL})\ns = SFTConfig()\ns.epsilon = 1\nlogs = {{}}\n"
         "logs['epsilon'] = 1\nclass Agent:\n    def __init__(self):\n        self.epsilon = 1\n"
@@ -240,11 +250,28 @@ TOUCHED = {  # changes of a configuration or a trainer that are not followed
     "an attribute of the trainer": f"{PASSED}trainer.epsilon_low = 0.2",
     "its arguments": f"{PASSED}trainer.args.epsilon = 0.2",
     "other arguments": f"{PASSED}trainer.args = b",
+    "an imported function that is assigned": f"from mine import tweak\n{NAMED}x = tweak(a)",
+    "a trainer that is replaced": f"from mine import f\n{PASSED}trainer = f(trainer)",
+    "a trainer that is wrapped": f"def go():\n    {NAMED}    return f(GRPOTrainer(args=a))",
+    "a class that is wrapped": f"from mine import f\n{NAMED}t = f(GRPOTrainer)(model=m, args=a)",
+    "a configuration that is wrapped": f"from mine import f\na = f(GRPOConfig({TRL}))\nrun()",
+    "a function of a module": f"import mine\n{PASSED}mine.patch([trainer])",
+    "a trainer of a module": f"import mine\n{NAMED}mine.GRPOTrainer(args=a)",
+    "a decorator": f"@patch\nclass T(GRPOTrainer):\n    pass\n{NAMED}T(args=a)",
+    "another base": f"class T(Mixin, GRPOTrainer):\n    pass\n{NAMED}T(args=a)",
+    "names that depend on each other": "".join(
+        f"x{i} = {' + '.join(f'x{j}' for j in range(12))}\n" for i in range(12))
+        + NAMED.replace("3e-4", "x0"),
     "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
                   f"        args.epsilon = 0.2\n{PASSED}",
 }
 UNTIL_HIGH = f"{SWIFT}{FLAGS.replace(' --epsilon_high=4e-4', '')} "
 NO_HIGH = *PAPER[:4], 3e-4, "gspo"
+NO_LOSS = FLAGS.replace("--loss_type grpo ", "")
+NO_MEAN = "sequence", "unknown", *PAPER[2:5], "unknown"
+DAPO = "sequence", "tokens", *PAPER[2:5], "other_mean"  # the default of TRL
+EXTRA = "sequence", "unknown", "unknown", *PAPER[3:5], "unknown"
+ROWS = FLAGS.replace(" --", "\n  --")
 SHELL = {
     "added keys and quotes": (
         VERL.replace("actor_rollout_ref.actor.policy", "+actor_rollout_ref.actor.policy").replace(
@@ -319,6 +346,34 @@ SHELL = {
     "another program": ("python -m verl.trainer.main worker.actor.loss_type=gspo_token "
                         "worker.actor.loss_avg_mode=seq",
                         ("unknown", "unknown", 1, 0.2, 0.2, "unknown")),
+    "a shorter text": (f"A='{FLAGS}'\nA='{NO_LOSS}'\npython a.py $A", DAPO),
+    "a shorter list": (f'A=({FLAGS})\nA=({NO_LOSS})\npython a.py "${{A[@]}}"', DAPO),
+    "a list that grows": (
+        f"A=({NO_LOSS})\nA+=(--loss_type \\\n grpo)\npython a.py ${{A[*]}}", PAPER),
+    "a later text": (f'A="{FLAGS}"; python a.py $A\nA="{NO_LOSS}"\npython b.py $A', PAPER),
+    "a later value": (f"E=3e-4\nE=0.1\nE=3e-4\n{SWIFT}{FLAGS.replace('3e-4', '$E')}", PAPER),
+    "a text under a condition": (
+        f"A='{NO_LOSS}'\nif [ $1 = a ]; then\n  A='{FLAGS}'\nfi\npython a.py $A", NOTHING),
+    "a text that grows under a condition": (
+        f"A='{NO_LOSS}'\n[ $1 = a ] && A+=' --loss_type grpo'\npython a.py $A", NO_MEAN),
+    "a text that a function uses": (
+        f"f() {{\n  python a.py $A\n}}\nA='{FLAGS}'\nf\nA='{NO_LOSS}'", NOTHING),
+    "a list of another file": (
+        f'source common.sh\npython a.py --bf16 "${{ARGS[@]}}" {NO_LOSS}', EXTRA),
+    "flags of another file": (f"python a.py {NO_LOSS} $EXTRA_FLAGS", EXTRA),
+    "flags that a command prints": (f"python a.py {NO_LOSS} $(cat flags.txt)", EXTRA),
+    "no flags of another file": (
+        f'python $TOP/a.py --out $OUT --name "a $B c" {NO_LOSS} ${{MORE:-}} "$@" > $LOG', DAPO),
+    "the model of another file": (f"source m.sh\npython a.py ${{MODEL_ARGS[@]}} {FLAGS}", PAPER),
+    "a text of cat": (f"A=$(cat <<EOF\n  {ROWS}\nEOF\n)\npython a.py $A --x 'y'", PAPER),
+    "a text of cat with quotes": (f'A="$(cat <<\'E\'\n{ROWS}\nE\n)"\npython a.py $A', PAPER),
+    "a text that is read, in rows": (
+        f"read -d '' A <<'EOF' || true\n{ROWS}\nEOF\n{SWIFT} $A", PAPER),
+    "a later evaluation": (
+        f"A=({FLAGS})\npython a.py ${{A[@]}} && python b.py --epsilon 0.1\nlm_eval --epsilon 1",
+        PAPER),
+    "another program of verl": (
+        f"{VERL}\npython -m verl.trainer.eval actor_rollout_ref.actor.clip_ratio_low=1", PAPER),
     "nothing": ("echo GSPO", NOTHING),
 }
 YAML = {
@@ -345,6 +400,19 @@ YAML = {
     "merged sections": ("a: &a\n  epsilon: 3.0e-4\ntrl:\n  <<: *a\n  epsilon_high: 4.0e-4\n  "
                         "importance_sampling_level: sequence\n  loss_type: grpo\n  "
                         "num_iterations: 4", PAPER),
+}
+AFTER = TRL_YAML.replace("num_iterations: 4", "steps_per_generation: 8").replace("\n", "\n  ")
+YAML |= {
+    "overrides of Hydra": ("\n".join(f"- {word}" for word in VERL.split()[3:]), PAPER),
+    "the section of another stage": (
+        f"sft:\n  num_iterations: 9\ngrpo:\n  {AFTER}\n  num_iterations: 1\n"
+        "  gradient_accumulation_steps: 2\n  deepspeed: {gradient_accumulation_steps: 1}", PAPER),
+    "an outer section": (
+        f"gradient_accumulation_steps: 2\nepsilon: 1\ngrpo:\n  {AFTER}", PAPER),
+    "two sections, which may be one configuration": (
+        f"training:\n  gradient_accumulation_steps: 8\ngrpo:\n  {AFTER}", NO_UPDATES),
+    "a section for each algorithm": (
+        "a:\n  importance_sampling_level: token\nb:\n  " + TRL_YAML.replace("\n", "\n  "), PAPER),
 }
 MALFORMED = {"a.py": "def f(:", "a.yaml": "a: [1", "b.yaml": "- 1\n- 2", "a.ipynb": "{}",
              "b.ipynb": "no notebook", "c.ipynb": '{"cells": [{"cell_type": "code"}]}',
@@ -430,8 +498,9 @@ def test_the_command_prints_what_is_set_what_is_a_default_and_a_verdict(tmp_path
 SHORT = "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
 
 
-GRPO = f"{SHORT} algorithm.adv_estimator=grpo"
-SLIME = "--advantage-estimator gspo --eps-clip 3e-4 --num-steps-per-rollout {} "
+GRPO = f"{SHORT} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
+SLIME = ("--n-samples-per-prompt 8 --advantage-estimator gspo --eps-clip 3e-4 "
+         "--num-steps-per-rollout {} ")
 SAMPLER = "The old log-probs are then those of the sampler"
 
 
@@ -439,20 +508,23 @@ SAMPLER = "The old log-probs are then those of the sampler"
     (f"{FLAGS} --beta 0.04", ["beta = 0.04, which the verdict does not consider"]),
     (f"{FLAGS} --beta 0.0 --delta 2 --top_entropy_quantile 1.0", ["delta = 2, which"]),
     (FLAGS, []),
-    (f"{FLAGS} --beta $1", ["beta = <.>, which the verdict does not consider"]),
+    (f"{FLAGS} $@ ${{MODEL_ARGS[@]}}", [r"\$@, \$MODEL_ARGS\[@\] may change settings"]),
+    (f"{FLAGS} --beta $1", ["beta = .1, which the verdict does not consider"]),
     (f"{FLAGS} --use_vllm true", ["vllm_importance_sampling_correction is not set"]),
     (f"{FLAGS} --use_vllm true --vllm_importance_sampling_correction false", []),
     (f"{FLAGS} --use_vllm --unsloth 1", ["beta is not set; the default of Unsloth .* is 0.001"]),
     (f"{FLAGS} --unsloth 1 --beta 0", []),
     (f"{SWIFT}{FLAGS} --beta 0 --rollout_importance_sampling_mode token_mask", ["rollout_imp"]),
-    (SHORT, ["adv_estimator is not set; the default of verl 0.9.1 is gae. GSPO needs the adv"]),
-    (f"{SHORT} algorithm.adv_estimator=gae", ["algorithm.adv_estimator = gae. GSPO needs"]),
+    (SHORT, ["adv_estimator is not set; the default of verl 0.9.1 is gae. GSPO needs the adv",
+             "rollout.n is not set; the default of verl 0.9.1 is 1. GSPO needs several"]),
+    (GRPO.replace("=grpo", "=gae"), ["algorithm.adv_estimator = gae. GSPO needs"]),
     (f"{GRPO} algorithm.kl_ctrl.kl_coef=0.001 actor_rollout_ref.actor.kl_loss_coef=0.1", []),
     (f"{GRPO} actor_rollout_ref.actor.use_kl_loss=True", ["kl_loss_coef is not set; the default"]),
     (f"{GRPO} algorithm.rollout_correction.bypass_mode=True", [f"algorithm.*{SAMPLER}"]),
     (f"{SLIME} --custom-advantage-function-path a.b", ["custom_advantage_function_path = a.b"]),
     (f"{SLIME} --use-kl-loss --entropy-coef 0.00", []),
-    ("--actor.policy_loss_type gspo --algo.advantage.estimator group_norm", ["kl.init_coef"]),
+    ("--actor.policy_loss_type gspo --algo.advantage.estimator group_norm "
+     "--rollout.n_samples_per_prompt 1", ["kl.init_coef", "rollout.n_samples_per_prompt = 1. G"]),
     ("trainer.algorithm.policy_loss_type=gspo generator.apply_overlong_filtering=true "
      "trainer.algorithm.use_kl_loss=false trainer.policy.megatron_config.moe_aux_loss_coeff=0.01",
      ["generator.apply_overlong_filtering = true"]),
