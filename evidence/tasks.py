@@ -221,8 +221,8 @@ def variant(algorithm, eps, task="long", epochs=4, **pieces):
 
 
 def all_losses(gspo, grpo, **more):
-    """GSPO, GRPO, and later losses with the two numbers that successors.py explains: the paper's
-    or, if it has none, those of an implementation."""
+    """GSPO, GRPO, and later losses with the two numbers that successors.py explains, from summaries
+    or in common use. README.md says which have no source."""
     later = {"SAPO": [1.05, 1.0], "CISPO": [1, 5.0], "GMPO": [0.4, 0.4], "FSPO": [0.03, 0.03],
              "LUSPO": [2e-3, 2.5e-3], "DAPO": [0.2, 0.28], "Dr. GRPO": [0.2, 0.2]}
     variants = {"GSPO": variant(GSPO, gspo, **more), "GRPO": variant(GRPO, grpo, **more)}
