@@ -283,7 +283,7 @@ def test_the_lesson_shows_numbers_of_the_logged_runs():
 def test_the_lesson_shows_where_gspo_has_no_advantage():
     """The differences are those of tables.md, where some are GRPO minus GSPO. The differences with
     stale rollouts come from the log."""
-    page = (TOP / "lesson" / "README.md").read_text(encoding="utf-8")
+    page = (TOP / "lesson" / "in_depth.md").read_text(encoding="utf-8")
     section = page.partition("| case | compared with | starting models | GSPO minus the other |")[2]
     shown = re.findall(r"^\| .* \| ([+-]\d.*) \|$", section, re.MULTILINE)
     published = (tables.HERE / "tables.md").read_text(encoding="utf-8").splitlines()
