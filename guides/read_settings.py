@@ -17,15 +17,15 @@ KNOWN = re.compile(r"(^|\.)((Unsloth)?GRPOConfig|RLHFArguments)$")  # with the d
 IMPORTS = re.compile(r"(trl(?!\.experimental)|unsloth\w*|swift|transformers)(\.|$)")
 TRAINER = re.compile(r"(?i)trainer(_?cls|_?class)?$")
 LOSS = re.compile(r"^_?compute_loss|logps|^args$|^\(\)$|training_step|_prepare_inputs|_and_score")
-INNER = re.compile(r"Config$|Arguments$|Trainer|Callback")  # classes that may change settings
-OUTER = re.compile(r"Config$|Arguments$|(?i:trainer)$|dataclass")  # bases that do not
+INNER = re.compile(r"Config$|Arguments$|Trainer|Callback|dataclass")  # may set what is theirs
 FRESH = re.compile(r"(^|\.)([A-Z]\w*|dict|defaultdict|parse_args|deepcopy|replace)$")  # new objects
 LIKE = re.compile(r"(?i)arg|cfg|conf|trainer|\(\)$")  # may be a configuration
 # Calls that do not change what they are given, besides the functions of Python
 HARMLESS = re.compile(
     r"(^|[._])(p?print|log|logger|logging|display|save|show|json|wandb|yaml|generate)([._]|$)"
     r"|(^|\.)(replace|deepcopy|copy|asdict|fields|signature|append)$|rlhf_main$"
-    r"|\.(get\w*|to_\w+|items|keys|values)$|(rainer|Config|Arguments|Parser|Callback)$")
+    r"|\.(get\w*|to_\w+|items|keys|values)$|(Config|Arguments|Parser|Callback)$"
+    r"|^(trl\.)?\w*rainer$")
 DICT = ast.Name("dict")
 COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
 OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo(_megatron)?_trainer)(\.yaml)?"  # with an engine's defaults
@@ -44,6 +44,8 @@ REPEATED = re.compile(r"(?m)^\s*(function|for|while|until)\b|^\s*\w+\s*\(\)")
 FLAG = r"--[A-Za-z][\w.-]*"
 OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
 SETTING = rf"({FLAG}|{OVERRIDE}(?==))"
+SET = rf"{SETTING}(=\S*|\s+[^-\s]\S*)?"
+UNSURE = rf"\1={HOLE}"  # the same flag, if its value depends on a condition
 LAUNCHER = r"(accelerate launch|torchrun|deepspeed)\b[^\n]*?(?=\s\S+\.py\b|\s-m\s)"
 LEVEL = re.compile(r"(--|\.)\S*(importance.sampling|loss_mode|policy_loss|advantage.estimator)")
 # What is not part of a command's list of words: the program, texts, and files of the output
@@ -136,9 +138,7 @@ def filled(text, values):
             result = computed(filled(inside, values).replace("/", "//"))
             return HOLE if isinstance(result, Unread) else str(result)
         name = name or plain
-        value = values.get(name, HOLE)
-        if sign and (name not in values or not value):
-            value = default
+        value = values.get(name) or default if sign else values.get(name, HOLE)
         if sign == "=":
             values[name] = value
         return f"${name}{is_list or ''}" if name and value == HOLE else value
@@ -168,13 +168,14 @@ def commands(script):
             depth += bool(re.match(r"(if|case)\b", line)) - bool(re.match(r"(fi|esac)\b", line))
             for name, sign, text, *_ in ASSIGNMENT.findall(line):
                 text = re.sub("['\"]", "", text[1:-1] if text.startswith("(") else text)
-                if not is_sure:
-                    text = re.sub(rf"{SETTING}(=\S*|\s+[^-\s]\S*)?", rf"\1={HOLE}", text)
+                text = text if is_sure else re.sub(SET, UNSURE, text)
                 new, old = filled(text, values), values.get(name, "")
                 if sign:
                     new = f"{old} {new}"
-                elif name in values and old != new and not re.search(rf"\$\{{?{name}\b", text):
-                    new = HOLE if is_repeated or not is_sure else new
+                elif (name in values and old != new and not (is_sure and not is_repeated)
+                        and not re.search(rf"\$\{{?{name}\b", text)):
+                    both = f"{old} {new}"
+                    new = re.sub(SET, UNSURE, both) if re.search(SETTING, both) else HOLE
                 values[name] = new
             line = re.sub(LAUNCHER, r"\1", filled(ASSIGNMENT.sub("", line), values))
             lines += [line] * (not re.match(rf"{SETTING}|(echo|printf)\b", line))
@@ -260,7 +261,7 @@ class Code:
                     self.record("self." * is_inner + node.name, node, node)
                 beside = [text_of(one) for one in node.decorator_list + getattr(node, "bases", [])]
                 if any(TRAINER.search(one) or CONFIG.search(one) for one in beside):
-                    self.other_losses += [one for one in beside if not OUTER.search(one)
+                    self.other_losses += [one for one in beside if not INNER.search(one)
                                           and one not in self.made_here]
                 if LOSS.search(node.name):
                     self.other_losses.append(node.name)
@@ -467,7 +468,8 @@ class Code:
             is_own = owner in ("", "self", "model", name)
             if is_other or is_own or not key or key == "()" and not is_trainer:
                 continue
-            if key == "*" and LIKE.search(owner) or is_trainer and LOSS.search(key):
+            is_loss = LOSS.search(key) or key in ("train", "__init__")
+            if key == "*" and LIKE.search(owner) or is_trainer and is_loss:
                 return unread(value, text)
             may_be = Unread(f"{HOLE}, because {text} may change it")
             value = value | {key.removesuffix("_low"): may_be}
@@ -490,9 +492,7 @@ class Code:
                     if not isinstance(one, ast.arg) and self.is_run(one) is not False]
             values = [self.changed(self.value(one), text) for one in made]
             values = [one.get("args", one) if isinstance(one, dict) else {} for one in values]
-            module = text_of([*self.assigned.get(name.split(".")[0], ()), ast.Name(name)][0])
-            is_other = is_ours and "." in name and not IMPORTS.match(module)
-            if all("is_config" in one for one in values) and not is_other:
+            if all("is_config" in one for one in values):
                 result += [(one, text) for one in values]
             elif is_ours and is_made and node:
                 result.append((unread({"is_config": True}, text), text))
