@@ -293,7 +293,7 @@ def command(world):
 
 @pytest.fixture(scope="session")
 def whole(command, tmp_path_factory):
-    """The folder of a run without interruption."""
+    """The folder of a whole run."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run(command, folder)
     return folder
