@@ -570,7 +570,8 @@ def steps_of(logs, name):
 
 def gsm8k_pairs(logs):
     """GRPO minus GSPO. Sampled: the mean reward of the steps that both runs have, paired, and an
-    interval that treats the steps as independent. Greedy: paired over the questions."""
+    interval that treats the steps as independent, or one over the means of ten steps each. Greedy:
+    paired over the questions."""
     lines = []
     for rate in "1e-6", "5e-6":
         grpo, gspo = (column(steps_of(logs, f"{name}_{rate}"), "reward")
@@ -578,15 +579,20 @@ def gsm8k_pairs(logs):
         gaps = [100 * (a - b) for a, b in zip(grpo, gspo)]
         mean = fmean(gaps)
         half = 1.96 * statistics.stdev(gaps) / len(gaps) ** 0.5
+        grpo_means, gspo_means = ([fmean(rewards[i:i + 10]) for i in range(0, len(gaps), 10)]
+                                  for rewards in (grpo[:len(gaps)], gspo[:len(gaps)]))
         lines.append([rate, f"sampled, {len(gaps)} paired steps",
                       f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})",
+                      mean_difference(grpo_means, gspo_means),
                       f"{correlation_of_neighbours(gaps):.2f}"])
     answers = {(row["model"], row["questions"]): row["reward"] for row in logs["gpu/answers"]}
     for questions in "test", "validation":
         gspo, grpo = (answers[f"{name}_5e-6", questions] for name in ("gspo", "grpo"))
-        lines.append(["5e-6", f"greedy, {len(gspo)} {questions} questions", points(gspo, grpo), ""])
+        lines.append(["5e-6", f"greedy, {len(gspo)} {questions} questions", points(gspo, grpo), "",
+                      ""])
     return markdown(["learning rate", "accuracy", "GRPO minus GSPO, points",
-                     "correlation of neighbouring steps"], lines)
+                     "the same over means of ten steps", "correlation of neighbouring steps"],
+                    lines)
 
 
 def gsm8k_steps(logs):
