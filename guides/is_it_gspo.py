@@ -56,8 +56,8 @@ def python_settings(cells):
     found = [flat(one) | ({"unsloth": True} if is_unsloth else {}) for one in found]
     found = [one for one in found if engine_of(one)]
     # A command in texts, such as subprocess.run(["--flag", "value"]), without the docstrings
-    words = re.sub(r'(?ms)^ *""".*?"""|add_argument\(.*?\)', "", code)
-    words = re.sub(r"\bf?['\"]|['\"],?", " ", re.sub(r"\{[^{}]*\}", HOLE, words))
+    words = re.sub(r'(?ms)^ *""".*?"""|add_argument\(.*?\)', "", Code.unsure(body))
+    words = re.sub(r"(\bf)?['\"],?", " ", re.sub(r"\{[^{}]*\}", HOLE, words))
     shell += "\n".join(command for cell in cells for _, command in re.findall(magic, cell))
     return found or [flags(words), flags(shell, is_script=True)]
 

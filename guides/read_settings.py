@@ -19,6 +19,7 @@ TRAINER = re.compile(r"(?i)trainer(_?cls|_?class)?$")
 LOSS = re.compile(r"^_?compute_loss|logps|^args$|^\(\)$|training_step|_prepare_inputs|_and_score")
 INNER = re.compile(r"Config$|Arguments$|Trainer|Callback|dataclass")  # may set what is theirs
 FRESH = re.compile(r"(^|\.)([A-Z]\w*|dict|defaultdict|parse_args|deepcopy|replace)$")  # new objects
+PERHAPS = ast.match_case, ast.Try, ast.For, ast.While, ast.BoolOp  # may not run what is in them
 LIKE = re.compile(r"(?i)arg|cfg|conf|trainer|\(\)$")  # may be a configuration
 # Calls that do not change what they are given, besides the functions of Python
 HARMLESS = re.compile(
@@ -27,7 +28,7 @@ HARMLESS = re.compile(
     r"|\.(get\w*|to_\w+|items|keys|values)$|(Config|Arguments|Parser|Callback)$"
     r"|^(trl\.)?\w*rainer$")
 DICT = ast.Name("dict")
-COPIES = "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of their first argument
+COPIES = "dict", "float", "int", "str", "replace", "deepcopy", "asdict", "vars"  # of an argument
 OF_ENGINES = r"(.*/)?(grpo_math_1B|ppo(_megatron)?_trainer)(\.yaml)?"  # with an engine's defaults
 STEPS = 100_000  # of the evaluation of a file; our largest example of a training needs 17,000
 HOLE = "<?>"  # stands in a script for what cannot be read
@@ -39,7 +40,7 @@ END = rf"(?<==){LIST}|{QUOTED}|(&&|\|\||[;|])"  # of a command, if it is not in 
 VARIABLE = (r"\$\(\((.*?)\)\)|\$\{(\w+)(\[[@*]\])?(?::?([-=])([^{}\n]*))?\}|\$(\w+)"
             r"|\$\{[^{}\n]*\}")
 TEXT = rf"""(?:{QUOTED}|\$\(\(.*?\)\)|\$\{{[^{{}}]*\}}|[^\s;&|()"'])*"""
-ASSIGNMENT = re.compile(rf"(?<![\w.$-])(\w+)(\+?)=({LIST}|{TEXT})")
+ASSIGNMENT = re.compile(rf"(?<![\w.$+@/-])(\w+)(\+?)=({LIST}|{TEXT})")
 REPEATED = re.compile(r"(?m)^\s*(function|for|while|until)\b|^\s*\w+\s*\(\)")
 FLAG = r"--[A-Za-z][\w.-]*"
 OVERRIDE = r"[+~]*[A-Za-z]\w*(\.\w+)+"  # of hydra, which has the form a.b=value
@@ -52,6 +53,9 @@ LEVEL = re.compile(r"(--|\.)\S*(importance.sampling|loss_mode|policy_loss|advant
 BESIDE = (r"(?m)^.*?(\.py\b|\s-m\s+\S+|\b(rlhf|grpo)\b)"
           rf"|(=|{FLAG}\s+)(?!.\$\w+\[){QUOTED}|\d?>+\s*\S+")
 UNREAD_WORD = rf"(?<!\S)({FLAG}\s+)?(\$\w+(?:\[.\])?|\$[@*]|{re.escape(HOLE)})(?!\S)"
+# Of hydra: what may set more than it names
+GROUP = re.compile(r"-cn(=.*)?|\+\w[\w/]*=.*|\+*[\w/]+@[\w.]+=.*|"
+                   r"[+\w.]*\b(actor_rollout_ref|actor|policy_loss|algorithm|data|loss_fn)=\{.*")
 YAML_VARIABLE = re.compile(r"\$\{(?:([\w.]+)|(add|mul|div):([^{},]+),([^{},]+))\}")
 SIGNS = {"add": "+", "mul": "*", "div": "/"}
 
@@ -176,6 +180,8 @@ def commands(script):
                         and not re.search(rf"\$\{{?{name}\b", text)):
                     both = f"{old} {new}"
                     new = re.sub(SET, UNSURE, both) if re.search(SETTING, both) else HOLE
+                elif not is_sure and re.search(rf"\$\{{{name}:?[-=][^}}]", script):
+                    new = HOLE  # and not the default
                 values[name] = new
             line = re.sub(LAUNCHER, r"\1", filled(ASSIGNMENT.sub("", line), values))
             lines += [line] * (not re.match(rf"{SETTING}|(echo|printf)\b", line))
@@ -194,6 +200,8 @@ def flags(script, is_script=False):
     found = {}
     for i, word in enumerate(words[:-2]):
         key, equals, value = word.partition("=")
+        if GROUP.fullmatch(word):
+            found[None] = word
         if word == "-m":  # the module of a command
             found["-m"] = words[i + 1]
         if not re.fullmatch(f"{FLAG}|{OVERRIDE}" if equals else FLAG, key):
@@ -231,6 +239,7 @@ class Code:
         self.nodes = list(ast.walk(ast.Module(body, [])))
         self.assigned = collections.defaultdict(list)
         self.open, self.other_losses, self.made_here = [], [], set()
+        self.calls = collections.defaultdict(list)
         self.known, self.lowest, self.steps = {}, math.inf, 0
         for node in self.nodes:
             for child in ast.iter_child_nodes(node):
@@ -267,7 +276,20 @@ class Code:
                     self.other_losses.append(node.name)
             elif isinstance(node, ast.Call):
                 self.keep_changes(node)
+        if not {"GRPOTrainer", "trl"} & {*self.assigned}:  # then it is from another file
+            self.other_losses += [one.id for one in self.assigned.get("*", ()) if one.id != "*"]
         self.known = {}  # values of names that were not all assigned yet
+
+    @staticmethod
+    def unsure(body):
+        """The code. In its texts, settings under a condition have unknown values."""
+        for node in ast.walk(ast.Module(body, [])):
+            is_if = isinstance(node, (ast.If, ast.IfExp)) and "__name__" not in text_of(node.test)
+            for one in ast.walk(node) if is_if else ():
+                text = getattr(one, "value", 0)
+                if isinstance(text, str):
+                    one.value = re.sub(SET, UNSURE, text) if re.search(SETTING, text) else HOLE
+        return ast.unparse(ast.Module(body, []))
 
     def keep(self, target, value):
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -279,6 +301,8 @@ class Code:
             statement = getattr(target, "parent", None)
             owner = getattr(statement, "parent", None)
             inside = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+            if isinstance(getattr(target, "slice", None), ast.Name):
+                self.record(f"{text_of(target.value)}.", target, target)
             self.record(inside + text_of(target), value, target)
 
     def record(self, text, value, node):
@@ -293,6 +317,7 @@ class Code:
         """Of x.update(a=1), x.update({"a": 1}), x.pop("a") and setattr(x, "a", 1). The key "" is
         an update with unknown keys, "*" is the same of an object, and "()" is a call f(x)."""
         name, found = text_of(call.func), []
+        self.calls[name].append(call)
         owner = re.sub(r"^vars\((.*)\)|\.__dict__$", r"\1", name.rpartition(".")[0])
         if name == "super().__init__":
             owner = "self"
@@ -408,17 +433,17 @@ class Code:
             value = self.value(child)
             if key:
                 made = made | {key: value}
-            elif isinstance(value, dict) or isinstance(node, ast.Dict):
+            elif isinstance(node, ast.Dict):
                 made = self.merged(made, child)
             else:  # f(a=1, **x), where x cannot change a
-                made = made | {None: value}
+                made = made | (value if isinstance(value, dict) else {None: value})
         return made
 
     def merged(self, made, node, is_run=True):
         """A dict with the items of another one. If this one cannot be read, it may change all."""
         other = self.value(node)
         if isinstance(other, dict) and is_run:
-            return made | other
+            return (unread(made, other[None]) if None in other else made) | other
         return unread(made, text_of(node))
 
     def is_run(self, node):
@@ -431,6 +456,13 @@ class Code:
                 if isinstance(test, bool) and test != (child in node.body):
                     return False
                 result = result if isinstance(test, bool) else None
+            elif isinstance(node, PERHAPS):
+                result = None
+            elif isinstance(node, ast.FunctionDef):
+                self.value(None)  # counts a step
+                calls = self.calls.pop(node.name, [])  # inside, its calls do not count
+                result = result if not calls or any(map(self.is_run, calls)) else None
+                self.calls[node.name] = calls
         return result
 
     def changed(self, value, name):
@@ -483,7 +515,7 @@ class Code:
             bases = [text_of(base) for one in self.assigned.get(name, ())
                      for base in getattr(one, "bases", ())]
             is_ours = re.search("(?i)g[rs]po.*trainer", " ".join([name, *bases]))
-            if self.is_run(call) is False or not (is_ours or TRAINER.search(name)):
+            if not (is_ours or TRAINER.search(name)) or self.is_run(call) is False:
                 continue
             given = {word.arg: word.value for word in call.keywords} | dict(enumerate(call.args))
             node = given.get("args", given.get(2, given.get(None)))

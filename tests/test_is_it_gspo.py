@@ -147,6 +147,18 @@ PYTHON = {
         "cmd = ['-m', 'verl', 'actor_rollout_ref.actor.policy_loss.loss_mode=gspo', "
         "f'actor_rollout_ref.actor.clip_ratio_low={low}']",
         ("sequence", "tokens", 4, "unknown", 0.2, "other_mean")),
+    "flags in a list": (f"run(['trl', 'grpo', {str(FLAGS.split())[1:-1]}])", PAPER),
+    "a command with a condition": (
+        f"c = {VERL.split()}\nif x:\n    if y:\n"
+        f"        c += ['{VERL.split()[5]}', '--n', '1']\nrun(c)", NO_LOW),
+    "a flag with a choice": (
+        "run(['trl', '--loss_type', 'grpo', '--importance_sampling_level', 'sequence' if x else "
+        "'token', '--epsilon', '3e-4', '--epsilon_high', '4e-4', '--num_iterations', '4'])",
+        NO_LEVEL),
+    "a dict of a dict": (f"p = dict({TRL})\na = GRPOConfig(**dict(p, output_dir='x'))", PAPER),
+    "a function that is called": (
+        f"def f(a):\n    a.epsilon = 3e-4\na = GRPOConfig({TRL.replace('3e-4', '1')})\nf(a)",
+        PAPER),
     "comments, and the defaults": (
         "# importance_sampling_level='sequence'\nargs = GRPOConfig(\n"
         "    # importance_sampling_level='sequence',\n    epsilon=3e-4)",
@@ -262,6 +274,14 @@ TOUCHED = {  # changes of a configuration or a trainer that are not followed
     "names that depend on each other": "".join(
         f"x{i} = {' + '.join(f'x{j}' for j in range(12))}\n" for i in range(12))
         + NAMED.replace("3e-4", "x0"),
+    "match": f"{NAMED}match x:\n    case 1:\n        a.epsilon = 0.2",
+    "try": f"{NAMED}try:\n    import x\n    a.epsilon = 0.2\nexcept ImportError:\n    pass",
+    "a loop": f"{NAMED}for x in y:\n    a.epsilon = 0.2",
+    "or": f"{NAMED}x or setattr(a, 'epsilon', 0.2)",
+    "a function under a condition": f"def f(a):\n    a.epsilon = 1\n{NAMED}if x:\n    f(a)",
+    "an import of all names": f"from mine import *\n{PASSED}",
+    "an unknown item": IN_DICT.replace("CHANGE", "p[k] = 0.2"),
+    "a dict with an unknown item": f"q = {{}}\nq[k] = 1\na = GRPOConfig(**(dict({TRL}) | q))",
     "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
                   f"        args.epsilon = 0.2\n{PASSED}",
 }
@@ -342,6 +362,18 @@ SHELL = {
     "a file of Hydra": (
         "python -m verl.trainer.main_ppo --config-path=$D --config-name=my_gspo "
         "actor_rollout_ref.actor.ppo_mini_batch_size=64", NOTHING),
+    "a file of Hydra, in short": (
+        "python -m verl.trainer.main_ppo -cn my_gspo "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64", NOTHING),
+    "a group of Hydra": (
+        VERL.replace("actor_rollout_ref.actor.clip_ratio_low=3e-4", "+exp=a"),
+        (*PAPER[:2], "unknown", "unknown", 4e-4, "unknown")),
+    "a dict of Hydra": (
+        VERL.replace(".loss_mode=gspo", "='{loss_mode: gspo}' data.x='{a: b}'"),
+        ("unknown", "responses", "unknown", 3e-4, 4e-4, "unknown")),
+    "a condition before a default": (
+        "[ $1 = a ] && H=0.28\n" + VERL.replace("=4e-4", "=${H:-4e-4}"),
+        (*PAPER[:4], "unknown", "unknown")),
     "the engine's own file of Hydra": (VERL + "--config-name='ppo_trainer'", PAPER),
     "another program": ("python -m verl.trainer.main worker.actor.loss_type=gspo_token "
                         "worker.actor.loss_avg_mode=seq",
@@ -571,6 +603,7 @@ OPENRLHF_1 = "--policy_loss_type gspo --rollout_batch_size 8 --train_batch_size 
     (VERL + BYPASS, "gspo"),
     (VERL.replace("main_ppo", "x.fully_async_main"), NO_UPDATES),
     (f"{VERL} async_training.require_batches=4", NO_UPDATES),
+    (f"{VERL} trainer.v1.trainer_mode=separate_async".replace("=256", "=64"), NO_UPDATES),
     (f"{VERL} {X}clip_ratio=0.1".replace("low=3e-4", "low=null"), (0.1, 4e-4, "wide_range")),
     (AREAL.format(1), "other_mean"),
     (f"{AREAL.format(1)} --actor.recompute_logprob true", "never_clipped"),
