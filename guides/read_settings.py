@@ -228,7 +228,7 @@ def flags(script, is_script=False):
 def text_of(node):
     """The source of an expression. It is the same for x["a"] and x.a."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return f"{ast.unparse(node.value)}.{node.slice.value}"
+        return f"{text_of(node.value)}.{node.slice.value}"
     return ast.unparse(node)
 
 
@@ -302,7 +302,8 @@ class Code:
             owner = getattr(statement, "parent", None)
             inside = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
             if isinstance(getattr(target, "slice", None), ast.Name):
-                self.record(f"{text_of(target.value)}.", target, target)
+                name, count = re.subn(r"^vars\((.*)\)$|\.__dict__$", r"\1", text_of(target.value))
+                self.record(f"{name}.{'*' * count}", target, target)
             self.record(inside + text_of(target), value, target)
 
     def record(self, text, value, node):
@@ -547,5 +548,8 @@ class Code:
         owners = {text.rpartition(".")[0] for text in self.assigned
                   if text.endswith(".importance_sampling_level")}
         found = [self.changed({None: owner}, owner) for owner in sorted(owners - {"self"})]
-        return found + [self.contents(node) for node in self.nodes if isinstance(node, ast.Dict)
-                        and not isinstance(node.parent, ast.Dict)]
+        dicts = [flat(self.contents(node)) for node in self.nodes if isinstance(node, ast.Dict)
+                 and not isinstance(node.parent, ast.Dict)]
+        later = {text.partition(".")[2] for text in self.assigned if not text.startswith("self.")}
+        return found + [{key: Unread(f"{HOLE} after a later assignment") if key in later else value
+                         for key, value in one.items()} for one in dicts]

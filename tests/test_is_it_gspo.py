@@ -281,6 +281,10 @@ TOUCHED = {  # changes of a configuration or a trainer that are not followed
     "a function under a condition": f"def f(a):\n    a.epsilon = 1\n{NAMED}if x:\n    f(a)",
     "an import of all names": f"from mine import *\n{PASSED}",
     "an unknown item": IN_DICT.replace("CHANGE", "p[k] = 0.2"),
+    "an unknown item of __dict__": f"{PASSED}trainer.__dict__[k] = 0.2",
+    "a nested dict": "d = OmegaConf.create({'actor_rollout_ref': {'actor': {'policy_loss': "
+                     "{'loss_mode': 'gspo'}}}})\nd['actor_rollout_ref']['actor']['policy_loss']"
+                     "['loss_mode'] = 'vanilla'",
     "a dict with an unknown item": f"q = {{}}\nq[k] = 1\na = GRPOConfig(**(dict({TRL}) | q))",
     "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
                   f"        args.epsilon = 0.2\n{PASSED}",
