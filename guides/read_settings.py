@@ -213,7 +213,7 @@ def flags(script, is_script=False):
             value = words[i + 1]
             value = "true" if re.match(r"--?[A-Za-z]|[\n;&|()]", value) else value
         is_own = key == "config_name" and not re.fullmatch(OF_ENGINES, value)
-        key = None if is_own or key == "config" else key  # a file may set what is missing here
+        key = None if is_own or key in ("config", "cfg") else key  # a file may set the rest
         is_same = found.setdefault(key, value) == value
         value = Unread(value) if "$" in value else value
         found[key] = value if is_same else Unread(f"{HOLE}, because it has several values")
@@ -426,6 +426,8 @@ class Code:
                 made = self.value(node.args[0])
             elif name not in DICTS:
                 made = self.value(node.func)
+                if node.args and isinstance(made, dict) and "is_config" not in made:
+                    made = unread(made, text_of(node))  # their order is not read
         if isinstance(made, Unread):
             return Unread(text_of(node))
         if not isinstance(made, dict):

@@ -118,6 +118,9 @@ PYTHON = {
         "class A:\n    importance_sampling_level: str = 'sequence'\n    loss_type: str = 'grpo'\n"
         "    epsilon: float = 3e-4\n    epsilon_high: float = 4e-4\n    num_iterations: int = 4\n"
         "a = A()\nargs = GRPOConfig(**asdict(a))", PAPER),
+    "a class with positions": (
+        f"class A:\n    e: float = 3e-4\na = A(1)\n"
+        f"args = GRPOConfig({TRL.replace('epsilon=3e-4', 'epsilon=a.e')})", NO_LOW),
     "another config": (
         f"s = SFTConfig(gradient_accumulation_steps=16, loss_type='nll')\nargs = GRPOConfig({TRL})",
         PAPER),
@@ -378,6 +381,8 @@ SHELL = {
     "a condition before a default": (
         "[ $1 = a ] && H=0.28\n" + VERL.replace("=4e-4", "=${H:-4e-4}"),
         (*PAPER[:4], "unknown", "unknown")),
+    "a file of settings, in short": (
+        "python a.py --cfg a.yaml --importance_sampling_level sequence", ONLY_LEVEL),
     "the engine's own file of Hydra": (VERL + "--config-name='ppo_trainer'", PAPER),
     "another program": ("python -m verl.trainer.main worker.actor.loss_type=gspo_token "
                         "worker.actor.loss_avg_mode=seq",
