@@ -68,8 +68,10 @@ def evaluation_metrics(rollout, scores, own_metrics, group_size):
     results = []
     for question, text, response in zip(rollout.questions, rollout.texts, rollout.responses):
         answer = question.get("answer")
-        results.append({"question": question["question"], "gold": gold_answer(answer) or answer,
-                        "response": text, "tokens": len(response)})
+        if "last_number" in scores:  # the default reward compares numbers
+            answer = gold_answer(answer)
+        results.append({"question": question["question"], "gold": answer, "response": text,
+                        "tokens": len(response)})
     row = {f"eval_{name}": value for name, value in own_metrics.items()}
     row["eval_questions"] = len(results) // group_size
     for name, values in scores.items():
@@ -98,15 +100,15 @@ def wilson(successes, n):
 def outcome(before, after):
     """What a run has changed, in words. before, after: the results of two evaluations."""
     pairs = list(zip(before, after))  # with another --eval_size, one has more questions
-    if any(x["question"] != y["question"] for x, y in pairs):
-        return "they have other questions and cannot be compared"
+    if any((x["question"], x["gold"]) != (y["question"], y["gold"]) for x, y in pairs):
+        return "they have other questions or answers and cannot be compared"
     first, last = ([result["reward"] for result in results] for results in zip(*pairs))
     differences = [y - x for x, y in zip(first, last)]
     mean = fmean(differences)
     half = 1.96 * pstdev(differences) / len(pairs) ** 0.5  # paired, normal approximation
-    verdict = f"excludes 0: it has {'risen' if mean > 0 else 'fallen'}"
-    if abs(mean) <= half:
-        verdict = "includes 0, so no change is shown"
+    verdict = f"shows that it has {'risen' if mean > 0 else 'fallen'}"
+    if abs(mean) <= half or sum(map(bool, differences)) < 6:  # so few can agree by chance
+        verdict = "does not show a change"
     shares = [most_frequent(results)[1] for results in (before, after)]
     return (f"{fmean(first):.3g} before and {fmean(last):.3g} after, a difference of {mean:+.3g}, "
             f"whose paired 95% CI {mean - half:+.3g} to {mean + half:+.3g} {verdict}. The share of "

@@ -1,6 +1,5 @@
 """The rewards of train_math.py: calling a reward function, and the default one."""
 import copy
-import math
 import re
 import traceback
 
@@ -11,7 +10,6 @@ TAKEN = set(  # the other names in the rows of a log, in evaluations after "eval
     "results best_constant response_length cut equal_reward_groups entropy sampler_gap loss "
     "grad_norm clip_fraction log_ratio_first_max log_ratio_mean log_ratio_std seconds "
     "seconds_rollout".split())
-
 
 # An answer is what matches PLACE. Everything that this grammar does not name makes it no answer.
 THOUGHT = r"(?i:(?:\w+:)?(?:think(?:ing)?|thought|reasoning)[>\]])"
@@ -37,8 +35,9 @@ SHORT = ("km/h|m/s|cm|mm|km|ft|in|yd|mi|kg|mg|lb|oz|ml|cl|dl|hr|ms|kw|mb|gb|tb|s
          r"is|of|so|at|it|he|by|as|on|we|my|be|do|an|up|no|us|[元円个個人]|[ai](?=\s[a-z]{2})")
 BARRED = (r"or|zero|once|twice|hal(?:f|ves)|(?:quarter|third|dozen|lakh|crore)s?|grand|score|"
     r"(?:one|two|three|four|fif|five|six|seven|eight?|nine?|ten|eleven|twel(?:ve|f)|hundred|"
-    r"thousand|(?:thir|for|twen)(?=t[ey])|[a-z]*ill(?:ion|iard|ón|ione))(?:teen|t?y|"
-    r"th)?(?:e?[sn])*|myriad|mil|mille|tausend|hundert|mio|mrd|tsd|plus|minus|squared|cubed|"
+    r"thousand|(?:thir|for|twen)(?=t[ey])|[a-z]*ill(?:i?on|iard|ón|ione))(?:teen|t?y|"
+    r"th)?(?:e?[sn])*|myriad|mil|mill[ei](?:ers?)?|mila|ml[nr]d?|тыс\w*|милли\w*|млн|млрд|tausend|"
+    r"hundert|mio|mrd|tsd|plus|minus|negative|recurring|repeating|squared|cubed|"
     r"modulo|mod|factorial|base|binary|hexadecimal|octal|log|exp|sin|cos|tan|sqrt|infinity|"
     r"[abcxyz]+|january|february|march|april|may|june|july|august|october|(?:sept|nov|dec)ember")
 WORD = (rf"(?!(?:{BARRED})(?![^\W_]))(?:{SHORT}|[^\W\d_十百千万萬亿億兆]{{3,}}+)"
@@ -76,14 +75,14 @@ def score(reward, questions, texts, **more):
         place = "".join(f" in {line.filename}, line {line.lineno}" for line in lines)
         raise RewardError(f"the reward function {name} raised {error!r}{place}") from error
     try:
-        rewards = [float(value) for value in returned]
+        rewards = torch.tensor([float(value) for value in returned], dtype=torch.float32)
     except (TypeError, ValueError):
-        rewards = []
+        rewards = torch.empty(0)
     is_unfit = isinstance(returned, (str, dict, set))  # these have no numbers, or no order
-    if is_unfit or len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
+    if is_unfit or len(rewards) != len(texts) or not rewards.isfinite().all():
         raise RewardError(f"the reward function {name} returned {returned!r:.200}, but a list of "
                           f"{len(texts)} finite numbers is needed, one for each completion")
-    return torch.tensor(rewards, dtype=torch.float32)
+    return rewards
 
 
 def score_rollout(reward, rollout, cfg, step=None):
@@ -107,7 +106,9 @@ def score_rollout(reward, rollout, cfg, step=None):
 
 def correctness_reward(prompts, completions, answer, strict=True, **columns):
     """1.0 for a completion that gives the number of the answer, else 0.0. Works in TRL, too."""
-    golds = [gold_answer(gold) or "no number" for gold in answer]
+    golds = [gold_answer(gold) for gold in answer]
+    if None in golds:
+        raise ValueError(f"the answer {answer[golds.index(None)]!r:.100} is not a number")
     return [float(extract_answer(text, strict) == gold) for text, gold in zip(completions, golds)]
 
 
@@ -163,6 +164,8 @@ def last_number(text):
 def gold_answer(answer):
     r"""The number in a dataset's answer: '... #### 42', '... \boxed{42}' or 42. Otherwise None."""
     text = str(answer).strip()
+    if isinstance(answer, float) and len(text) > 12:
+        return None  # such as 0.1 + 0.2, which no response would equal
     if re.fullmatch(rf"(?:{CURRENCY}|[-−–+ ])*+[0-9,]*+(?:\.[0-9]*)?[%€£ ]*", text):
         text = f"#### {text}"
     return extract_answer(text)

@@ -266,30 +266,40 @@ class TestEvaluation:
 
     @pytest.mark.parametrize("answers, best", [
         (["login"] * 8 + ["billing"] * 6 + ["delivery"] * 4, 8 / 18), ([7, "7", 8], 2 / 3),
-        (["#### 7", "3 + 4 = 7\n#### 7", "#### 8"], 2 / 3), ([None] * 9, None), (range(9), None),
+        (["50%", "50", "$50"], None), ([None] * 9, None), (range(9), None),
         ([*range(30), 1, 1], None), (["Yes", "yes ", "no"], 2 / 3),
     ])
     def test_has_the_accuracy_of_the_best_constant_answer(self, fresh, answers, best):
         questions = [{"question": "?", "answer": answer} for answer in answers]
         row = train_math.evaluate(*fresh, questions, settings(), reward=parity_reward)
         assert row.get("eval_best_constant") == best
+        assert [result["gold"] for result in row["eval_results"]] == [*answers]
+
+    def test_compares_numbers_with_the_default_reward(self, fresh):
+        questions = [{"question": "?", "answer": answer} for answer in ("#### 7", "7.0", "$8")]
+        row = train_math.evaluate(*fresh, questions, settings())
+        assert row["eval_best_constant"] == 2 / 3
+        assert [result["gold"] for result in row["eval_results"]] == ["7", "7", "8"]
 
     @pytest.mark.parametrize("before, after, words", [
-        ([0, 0, 0, 1], [1, 1, 0, 1], "0.25 before and 0.75 after, a difference of +0.5, whose "
-                                     "paired 95% CI +0.01 to +0.99 excludes 0: it has risen"),
-        ([1, 1, 1, 1], [0, 0, 1, 0], "excludes 0: it has fallen. The share of the most frequent "
+        ([0] * 9 + [1] * 3, [0] * 3 + [1] * 9, "0.25 before and 0.75 after, a difference of +0.5, "
+                                               "whose paired 95% CI +0.217 to +0.783 shows that it "
+                                               "has risen"),
+        ([1] * 8, [0] * 6 + [1] * 2, "shows that it has fallen. The share of the most frequent "
                                      "response is 100% before and 75% after"),
-        ([0, 1, 0, 1], [1, 0, 0, 1], "includes 0, so no change is shown"),
-        ([0.5, 0.5], [0.5, 0.5], "difference of +0, whose paired 95% CI +0 to +0 includes 0"),
+        ([0] * 5, [1] * 5, "paired 95% CI +1 to +1 does not show a change"),
+        ([0, 1, 0, 1] * 9, [1, 0, 0, 1] * 9, "does not show a change"),
+        ([0.5, 0.5], [0.5, 0.5], "a difference of +0, whose paired 95% CI +0 to +0 does not show"),
         ([0.2, 0.4, 0.3], [0.6, 0.9, 0.8, 1.0], "0.3 before and 0.767 after, a difference of "
                                                  "+0.467, whose paired 95% CI +0.413 to +0.52 "),
     ])
     def test_is_compared_with_an_earlier_one_in_words(self, before, after, words):
-        results = [[{"question": f"{i}?", "reward": value, "response": f"{value}"}
+        results = [[{"question": f"{i}?", "gold": "7", "reward": value, "response": f"{value}"}
                     for i, value in enumerate(values)] for values in (before, after)]
         assert words in support.metrics.outcome(*results)
-        results[0][0]["question"] = "another?"
-        assert "cannot be compared" in support.metrics.outcome(*results)
+        for name in "question", "gold":
+            before = [results[0][0] | {name: "another"}, *results[0][1:]]
+            assert "cannot be compared" in support.metrics.outcome(before, results[1])
 
     @pytest.mark.parametrize("texts, words", [
         (["a"] + ["Delivery.", "delivery\n", " DELIVERY"] * 6, "95% of the responses"),
