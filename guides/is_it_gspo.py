@@ -282,6 +282,8 @@ def main(arguments):
         print(f"{question}: {value}")
         print(*[f"      {source}" for source in dict.fromkeys(sources.get(name, []))], sep="\n")
     notes = [f"note: {remark}" for remark in remarks(runs)]
+    notes += [f"note: the check does not know the setting {key}" for key in given
+              if key and key.rpartition(".")[2].lstrip("-") not in str(FACTS)]
     print(*notes, FACTS["not_read"], *answer(values, mean), sep="\n")
 
 

@@ -246,7 +246,7 @@ def test_the_file_for_trl_trains_as_it_is_pasted(tmp_path, monkeypatch):
 REFUSED = {
     "importance_sampling_level": "token", "loss_type": "dapo", "beta": 0.1, "delta": 2.0,
     "off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.2, "entropy_coef": 0.01,
-    "use_adaptive_entropy": True,
+    "use_adaptive_entropy": True, "scale_rewards": "none",
     "vllm_importance_sampling_correction": True}
 
 

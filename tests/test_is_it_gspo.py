@@ -581,6 +581,13 @@ def test_notes_name_what_the_verdict_does_not_consider(words, notes, printed, tm
     assert all(re.match(note, line) for line, note in zip(found, notes)), found
 
 
+def test_a_misspelt_setting_of_the_command_line_is_named(printed, tmp_path):
+    path = tmp_path / "a.sh"
+    path.write_text(f"run {FLAGS}", encoding="utf-8")
+    assert "the setting epsilom\n" in printed(path, "epsilom=0.2", "epsilon_high=0.2")
+    assert "not know" not in printed(path, "epsilon=0.2", "data.train_batch_size=8")
+
+
 X = "actor_rollout_ref.actor."
 ROLL = ("--importance_sampling seq --num_return_sequences_in_group 8 --pg_clip 0.1 "
         "--pg_clip_low 3e-4 --pg_clip_high 4e-4 ")

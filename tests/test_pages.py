@@ -134,9 +134,9 @@ def test_pencil_rows_are_the_example_s():
 def test_a_reward_with_two_parts_logs_both():
     logged = {}
     reward = names_of(OWN_TASK, "log_metric")["reward"]
-    texts = ["It is 7.", "8" * 400, "7" * 400]
-    assert reward(texts, texts, [7, 7, 7], logged.__setitem__) == [1.2, 0, 1]
-    assert logged == {"accuracy": [1, 0, 1], "short": 1 / 3}
+    texts = ["7", "8", "7 or 8", "17"]
+    assert reward(texts, texts, [7] * 4, logged.__setitem__) == [1.2, 0.2, 0, 0.2]
+    assert logged == {"accuracy": [1, 0, 0, 0], "is_number": 3 / 4}
 
 
 def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
@@ -159,6 +159,10 @@ def test_the_reward_of_the_front_page_accepts_a_word_and_a_sentence():
     assert reward(texts, texts, ["Paris"] * 6) == [1, 1, 1, 0, 0, 0]
     texts = ["Female", '"Male".\n', "It is 7."]
     assert reward(texts, texts, ["male ", "male ", 7]) == [0, 1, 1]  # an answer may be a number
+    golds = ["-5", 3.5, "1,000", "5%", "1/2", "2024-01-02", "(B)", "don't", "**Yes**"]
+    assert reward(golds, [f"It is {gold}." for gold in golds], golds) == [1] * len(golds)
+    texts = ["-5", "0.5", "1/2", "10", "", "..."]
+    assert reward(texts, texts, ["5", "5", "2", "0", "", ""]) == [0] * 6
 
 
 def test_the_default_reward_refuses_what_the_page_says():

@@ -247,6 +247,16 @@ class TestTables:
         assert "| before | greedy | 2 of 4, 50.0% (15.0% to 85.0%) | 75.0% | - | - |" in out
         assert "| after | greedy | 4 of 4, 100.0% (51.0% to 100.0%) | - | +50.0% (" in out
 
+    def test_name_files_that_were_asked_with_other_settings(self, printed):
+        settings = {"instruction": "Add.", "seed": 1, "model": "a", "system": None}
+        others = settings | {"instruction": "", "seed": 2, "model": "b", "reward": "mine"}
+        files = [rows_of("ab", [0, 1], **more) for more in (
+            {"settings": settings}, {"settings": settings | {"model": "c"}}, {},
+            {"settings": others})]
+        out = printed(**dict(zip("wxyz", files)))
+        notes = [line for line in out.splitlines() if line.startswith("note")]
+        assert notes == ["note: z was asked with another instruction, reward than w"]
+
     @pytest.mark.parametrize("before, after, other, message", [
         ("ab", "ac", {}, "2 and 2, of which 1 are the same"),
         ("ab", "abc", {}, "2 and 3, of which 2 are the same"),

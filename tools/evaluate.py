@@ -85,6 +85,18 @@ def refuse_another(path, settings):
                      f"{', '.join(changed)}, or do not record it. Choose another file")
 
 
+def note_other_settings(models):
+    """Prints which files were asked with other settings than the first one, where both have them.
+    models: {name: rows}"""
+    (first_name, (first, *_)), *others = models.items()
+    for name, (row, *_) in others:
+        settings = [one.get("settings", {}) for one in (first, row)]
+        names = {*settings[0], *settings[1]} - {"model", "weights", "seed", "questions"}
+        changed = sorted(key for key in names if settings[0].get(key) != settings[1].get(key))
+        if all(settings) and changed:
+            print(f"note: {name} was asked with another {', '.join(changed)} than {first_name}")
+
+
 def ask(path, name, questions, temperatures, cfg, samples=1, **replaced):
     """Adds a model's answers to the file: those that the file does not have.
 
@@ -194,6 +206,7 @@ def main(argv=None, **replaced):
         print(table(models, names[0], "the first"))
         for temperature in temperatures_of(*models.values()):
             print(samples_table(models, temperature))
+        note_other_settings(models)
     except ValueError as error:
         sys.exit(f"evaluate.py: {error}")
 
