@@ -2,22 +2,23 @@
 
     python -m homework.find_the_bug                             the exercise: bugs.jsonl, bugs.png
     python -m homework.find_the_bug --all                       the table of bugs.md: twelve bugs
-    python -m homework.find_the_bug --handout FOLDER --seed 11  an exercise for a class
+    python -m homework.find_the_bug --handout FOLDER            an exercise for a class
 
 The published logs a to h are in bugs.jsonl, and their answers are in find_the_bug.md. If bugs.jsonl
 is missing, its runs are made again. A run takes about half a minute on an idle core, and is kept in
 runs/bugs/.
 
 A hand-out is FOLDER with the exercise of find_the_bug.md, and with the logs and the picture of
-eight new runs with the seeds N to N + 7, where N is --seed. The letters are shuffled. The key is
-not near FOLDER but in runs/keys/. Because seeds differ, the key has the ranges of the metrics of
-each log. Nothing is overwritten.
+eight new runs. A secret number, which is in the key, gives their seeds and letters. With --seed and
+this number, the hand-out can be made again. The key is not near FOLDER but in runs/keys/. Because
+seeds differ, the key has the ranges of the metrics of each log. Nothing is overwritten.
 
 The bugs follow below. Do not read on before you have solved find_the_bug.md.
 """
 import argparse
 import math
 import random
+import secrets
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,10 +49,10 @@ PANELS = {  # metric: (unit, scale of the vertical axis)
     "log_ratio_std": ("of log s", "log")}
 KEY = """# Find the bug: the key
 
-The runs have the seeds {first} to {last}. The answers in homework/find_the_bug.md say which metric
-shows each bug, and why. In these runs, the numbers differ from those of the answers. Accept any
-other metric that shows the bug, if the explanation is correct. The table has the lowest and the
-highest absolute value of each metric of the picture.
+The hand-out was made with --seed {seed}. Keep this number secret. The answers in
+homework/find_the_bug.md say which metric shows each bug, and why. In these runs, the numbers differ
+from those of the answers. Accept any other metric that shows the bug, if the explanation is
+correct. The table has the lowest and the highest absolute value of each metric of the picture.
 
 {table}"""
 LETTERS = "abcdefgh"
@@ -197,18 +198,20 @@ def shown(row):
 
 
 def hand_out(folder, seed):
-    """Makes eight runs with the seeds from this one on. Writes the exercise into a new folder, and
-    its key into runs/keys. Returns the path of the key."""
+    """Makes eight runs, whose seeds and letters come from this seed. Writes the exercise into a new
+    folder, and its key into runs/keys. Returns the path of the key."""
     key = Path("runs", "keys", f"{folder.name}.md")
     for path in folder, key:
         if path.exists():
             sys.exit(f"{path} exists already, so nothing was written")
         make_writable(path)
     names = list(answers().values())
-    random.Random(seed).shuffle(names)
+    numbers = random.Random(seed)
+    numbers.shuffle(names)
+    seeds = numbers.sample(range(10**6), len(names))  # the first reward of a log shows its seed
     logs = {}
-    for i, letter in enumerate(LETTERS):
-        logs[letter] = [shown(row) for row in run(names[i], seed + i)]
+    for letter, name, run_seed in zip(LETTERS, names, seeds):
+        logs[letter] = [shown(row) for row in run(name, run_seed)]
     folder.mkdir(parents=True)
     exercise, _, _ = PAGE.read_text(encoding="utf-8").partition("<details>")
     (folder / PAGE.name).write_text(exercise, encoding="utf-8")
@@ -216,7 +219,7 @@ def hand_out(folder, seed):
     draw(logs, folder / LOGS.with_suffix(".png").name)
     lines = [[letter, name, *ranges(logs[letter])] for letter, name in zip(LETTERS, names)]
     table = markdown(["log", "what is wrong", *PANELS], lines)
-    key.write_text(KEY.format(first=seed, last=seed + 7, table=table), encoding="utf-8")
+    key.write_text(KEY.format(seed=seed, table=table), encoding="utf-8")
     return key
 
 
@@ -290,14 +293,15 @@ def main(argv=None):
     parser.add_argument("--all", action="store_true",
                         help="run all twelve bugs, and print a table of their metrics")
     parser.add_argument("--handout", type=Path, metavar="FOLDER",
-                        help="write an exercise for a class to FOLDER; needs --seed")
-    parser.add_argument("--seed", type=int, help="seed of the first run of the hand-out")
+                        help="write an exercise for a class to FOLDER")
+    parser.add_argument("--seed", type=int, help="number of an earlier hand-out, from its key")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other
-    if (args.handout is None) != (args.seed is None):
-        parser.error("--handout and --seed must be given together")
+    if args.seed is not None and not args.handout:
+        parser.error("--seed needs --handout")
     if args.handout:
-        key = hand_out(args.handout, args.seed)
+        seed = secrets.randbelow(10**12) if args.seed is None else args.seed
+        key = hand_out(args.handout, seed)
         print(f"wrote {args.handout}, and {key} (the key, which is not for students)")
     elif args.all:
         print(bugs_table(), end="")

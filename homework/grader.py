@@ -272,7 +272,8 @@ class Grader:
         notes += [f"{hints.count(None)} tests not run"] if None in hints else []
         notes += self.lender.notes(part) if self.lender else []
         if self.lent.get(part):
-            notes.append(f"tested with a correct {' and '.join(self.lent[part])}")
+            names = " and ".join(self.lent[part])
+            notes.append(f"where it calls {names}, tested with a correct one")
         return notes
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # below pytest's own list of failures
