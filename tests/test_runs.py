@@ -225,7 +225,7 @@ class TestResuming:
         train_math.train(cfg, *fresh, rows, rows, reward=parity_reward)
         state = train_math.load_state(cfg, rows)
         found = [row["gold"] for row in state["results"]]
-        assert found == ["Paris", "7", "8", "2025-07-24", "[1. 1.]", "{1}"]
+        assert found == ["Paris", 7, "x #### 8", "2025-07-24", "[1. 1.]", "{1}"]
         assert found == [row["gold"] for row in read(tmp_path / "eval_1.jsonl")]
 
     def test_with_one_step_writes_the_model_of_a_killed_run(self, command, whole, tmp_path):
