@@ -197,7 +197,7 @@ def flags(script, is_script=False):
     lines, missing, _ = commands(script) if is_script else ([script], [], {})
     plain = re.sub("['\"]", "", "\n".join(lines))
     words = re.findall(r"[^\s;&|()]+|[\n;&|()]", plain) + ["\n", "\n"]
-    found = {}
+    found, keys = {}, []
     for i, word in enumerate(words[:-2]):
         key, equals, value = word.partition("=")
         if GROUP.fullmatch(word):
@@ -214,9 +214,13 @@ def flags(script, is_script=False):
             value = "true" if re.match(r"--?[A-Za-z]|[\n;&|()]", value) else value
         is_own = key == "config_name" and not re.fullmatch(OF_ENGINES, value)
         key = None if is_own or key in ("config", "cfg") else key  # a file may set the rest
+        keys.append(key)
         is_same = found.setdefault(key, value) == value
         value = Unread(value) if "$" in value else value
         found[key] = value if is_same else Unread(f"{HOLE}, because it has several values")
+    runs = max([keys.count(key) for key in found if LEVEL.search(f"--{key}")], default=1)
+    only_some = Unread(f"{HOLE}, because only some commands set it")
+    found |= {key: only_some for key in {*keys} - {None} if keys.count(key) < runs}
     # Arguments of the script, and slime's files about the model, seldom change the loss
     noted = [word for word in missing if re.match(r"\$([@*\d]|\w*MODEL)", word)]
     if {*missing} - {*noted}:

@@ -391,7 +391,7 @@ SHELL = {
     "a shorter list": (f'A=({FLAGS})\nA=({NO_LOSS})\npython a.py "${{A[@]}}"', DAPO),
     "a list that grows": (
         f"A=({NO_LOSS})\nA+=(--loss_type \\\n grpo)\npython a.py ${{A[*]}}", PAPER),
-    "a later text": (f'A="{FLAGS}"; python a.py $A\nA="{NO_LOSS}"\npython b.py $A', PAPER),
+    "a later text": (f'A="{FLAGS}"; python a.py $A\nA="{NO_LOSS}"\npython b.py $A', NO_MEAN),
     "a later value": (f"E=3e-4\nE=0.1\nE=3e-4\n{SWIFT}{FLAGS.replace('3e-4', '$E')}", PAPER),
     "a text under a condition": (
         f"A='{NO_LOSS}'\nif [ $1 = a ]; then\n  A='{FLAGS}'\nfi\npython a.py $A", NOTHING),
@@ -415,6 +415,9 @@ SHELL = {
         PAPER),
     "another program of verl": (
         f"{VERL}\npython -m verl.trainer.eval actor_rollout_ref.actor.clip_ratio_low=1", PAPER),
+    "two commands": (
+        f"python a.py {NO_LOSS}\npython a.py --importance_sampling_level sequence --loss_type grpo",
+        ONLY_LEVEL),
     "nothing": ("echo GSPO", NOTHING),
 }
 YAML = {
