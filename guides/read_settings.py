@@ -327,7 +327,7 @@ class Code:
         if name == "super().__init__":
             owner = "self"
             found = [(key or "*", value) for key, value in self.pairs(call)
-                     if key or not isinstance(value, ast.Name)]
+                     if key or {*map(type, self.assigned.get(text_of(value), "?"))} != {ast.arg}]
         elif name.endswith(".update"):
             rest = [node for node in call.args if not isinstance(node, ast.Dict)]
             others = "" if name == f"{owner}.update" else "*"

@@ -289,6 +289,8 @@ TOUCHED = {  # changes of a configuration or a trainer that are not followed
                      "{'loss_mode': 'gspo'}}}})\nd['actor_rollout_ref']['actor']['policy_loss']"
                      "['loss_mode'] = 'vanilla'",
     "a dict with an unknown item": f"q = {{}}\nq[k] = 1\na = GRPOConfig(**(dict({TRL}) | q))",
+    "defaults of a class": "class C(GRPOConfig):\n    def __init__(self, **k):\n        d = dict("
+                           f"{TRL})\n        d.update(k)\n        super().__init__(**d)\na = C()",
     "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
                   f"        args.epsilon = 0.2\n{PASSED}",
 }
