@@ -50,7 +50,7 @@ def python_settings(cells):
     code = ast.unparse(ast.Module(body, []))
     is_unsloth = re.search(r"(?m)^ *(from|import) unsloth", code)
     try:
-        found = Code(body).configurations()
+        found = (made := Code(body)).configurations(engine_of)
     except TimeoutError:
         found = [{"is_config": True, None: "code that takes too long to follow"}]
     found = [flat(one) | ({"unsloth": True} if is_unsloth else {}) for one in found]
@@ -59,7 +59,9 @@ def python_settings(cells):
     words = re.sub(r'(?ms)^ *""".*?"""|add_argument\(.*?\)', "", Code.unsure(body))
     words = re.sub(r"(\bf)?['\"],?", " ", re.sub(r"\{[^{}]*\}", HOLE, words))
     shell += "\n".join(command for cell in cells for _, command in re.findall(magic, cell))
-    return found or [flags(words), flags(shell, is_script=True)]
+    texts = {} if found else flags(words)
+    texts = made.touched(texts) if engine_of(texts) else texts
+    return found or [texts, flags(shell, is_script=True)]
 
 
 def settings_in(path):

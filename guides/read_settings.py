@@ -233,6 +233,8 @@ def text_of(node):
     """The source of an expression. It is the same for x["a"] and x.a."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         return f"{text_of(node.value)}.{node.slice.value}"
+    if isinstance(node, ast.Attribute):
+        return f"{text_of(node.value)}.{node.attr}"
     return ast.unparse(node)
 
 
@@ -328,14 +330,14 @@ class Code:
             owner = "self"
             found = [(key or "*", value) for key, value in self.pairs(call)
                      if key or {*map(type, self.assigned.get(text_of(value), "?"))} != {ast.arg}]
-        elif name.endswith(".update"):
+        elif name.endswith(".update") and name != "OmegaConf.update":
             rest = [node for node in call.args if not isinstance(node, ast.Dict)]
             others = "" if name == f"{owner}.update" else "*"
             found = [(key or "", value) for key, value in self.pairs(call)]
             found += [(others, node) for node in rest]
         elif name.endswith((".pop", ".setdefault")) and call.args:
             found = [(getattr(call.args[0], "value", ""), ast.Name(ast.unparse(call)))]
-        elif re.search(r"(set|del)attr(__)?$|patch\.object$", name) and len(call.args) > 1:
+        elif re.search(r"(set|del)attr(__)?$|patch\.object|\.update$", name) and len(call.args) > 1:
             owner, value = text_of(call.args[0]), [*call.args, ast.Name(ast.unparse(call))][2]
             found = [(getattr(call.args[1], "value", "*"), value)]
         elif not (HARMLESS.search(name) or name in self.made_here or name in dir(builtins)):
@@ -537,7 +539,7 @@ class Code:
                 result.append((unread({"is_config": True}, text), text))
         return [one for i, one in enumerate(result) if one not in result[:i]] or found
 
-    def configurations(self):
+    def configurations(self, is_ours):
         """Each GRPOConfig that is made, or classes of it, or dicts and objects with settings."""
         for kind in ast.Call, ast.ClassDef:
             found = []
@@ -554,8 +556,17 @@ class Code:
         owners = {text.rpartition(".")[0] for text in self.assigned
                   if text.endswith(".importance_sampling_level")}
         found = [self.changed({None: owner}, owner) for owner in sorted(owners - {"self"})]
-        dicts = [flat(self.contents(node)) for node in self.nodes if isinstance(node, ast.Dict)
-                 and not isinstance(node.parent, ast.Dict)]
-        later = {text.partition(".")[2] for text in self.assigned if not text.startswith("self.")}
-        return found + [{key: Unread(f"{HOLE} after a later assignment") if key in later else value
-                         for key, value in one.items()} for one in dicts]
+        dicts = [(flat(self.contents(node)), node.parent) for node in self.nodes
+                 if isinstance(node, ast.Dict) and not isinstance(node.parent, ast.Dict)]
+        keys = {key for one, _ in dicts for key in one if key}
+        part = ast.BinOp, ast.Call  # in which a dict may get more keys
+        return found + [self.touched(self.hidden(one, ""), keys | {None} if isinstance(parent, part)
+                                     else keys) for one, parent in dicts if is_ours(one)]
+
+    def touched(self, settings, others=()):
+        """The settings in a dict or in texts. What other code of the file may set is unread."""
+        later = {name for text in self.assigned if re.fullmatch(r"(?!self\.).*\.\w+", text)
+                 for name in (text, text.partition(".")[2])}
+        own = {key: value for key, value in settings.items() if key not in later}
+        first, last = [dict.fromkeys(keys, Unread("other code")) for keys in (later, others)]
+        return first | own | last | own  # the first key of a name counts

@@ -237,6 +237,7 @@ PASSED = NAMED + "trainer = GRPOTrainer(args=a)\n"
 IN_DICT = f"p = dict({TRL})\nCHANGE\na = GRPOConfig(**p)"
 SUBCLASS = f"class C(GRPOConfig):\n    def f(self, **k):\n        CHANGE\na = C({TRL})"
 METHOD = "class B(GRPOTrainer):\n    def {}(self, *a):\n        return 0\n" + NAMED
+COMPOSED = f"c = compose('ppo_trainer', overrides={VERL.split()[3:]})\n"
 TOUCHED = {  # changes of a configuration or a trainer that are not followed
     "a loss of its own": METHOD.format("_compute_loss") + "B(args=a)",
     "the loss of its base": METHOD.format("compute_loss") + "class T(B):\n    pass\nT(args=a)",
@@ -291,6 +292,15 @@ TOUCHED = {  # changes of a configuration or a trainer that are not followed
     "a dict with an unknown item": f"q = {{}}\nq[k] = 1\na = GRPOConfig(**(dict({TRL}) | q))",
     "defaults of a class": "class C(GRPOConfig):\n    def __init__(self, **k):\n        d = dict("
                            f"{TRL})\n        d.update(k)\n        super().__init__(**d)\na = C()",
+    "a part of a dict": f"d = load('a.json') | {AS_DICT}",
+    "two parts": f"run({{'loss_type': 'dapo', 'num_iterations': 4}}, {AS_DICT})",
+    "a later item": f"d = {AS_DICT}\nd['num_iterations'] = 4\nd['epsilon'] = 1",
+    "items of a section": (
+        f"d = {{'grpo': {AS_DICT}}}\nd['grpo'].update(num_iterations=4, epsilon=1)"),
+    "a dict for another trainer": f"from mine import MyTrainer\nMyTrainer(**{AS_DICT})",
+    "a changed text": f"{COMPOSED}c.actor_rollout_ref.actor.loss_agg_mode = 'token-mean'",
+    "OmegaConf.update": (
+        f"{COMPOSED}OmegaConf.update(c, 'actor_rollout_ref.actor.loss_agg_mode', 'token-mean')"),
     "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
                   f"        args.epsilon = 0.2\n{PASSED}",
 }
