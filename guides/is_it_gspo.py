@@ -56,7 +56,7 @@ def python_settings(cells):
     found = [flat(one) | ({"unsloth": True} if is_unsloth else {}) for one in found]
     found = [one for one in found if engine_of(one)]
     # A command in texts, such as subprocess.run(["--flag", "value"]), without the docstrings
-    words = re.sub(r'(?ms)^ *""".*?"""|add_argument\(.*?\)', "", Code.unsure(body))
+    words = re.sub(r'(?ms)^ *""".*?"""|^ *[\'"][^\n]*|add_argument\(.*?\)', "", Code.unsure(body))
     words = re.sub(r"(\bf)?['\"],?", " ", re.sub(r"\{[^{}]*\}", HOLE, words))
     shell += "\n".join(command for cell in cells for _, command in re.findall(magic, cell))
     texts = {} if found else flags(words)

@@ -317,8 +317,9 @@ class Code:
         self.assigned[text].append(value)
         while text.startswith("self.") and hasattr(node, "parent"):
             node = node.parent
-            if any(INNER.search(text_of(base)) for base in getattr(node, "bases", ())):
-                self.assigned[f"{node.name}(){text[4:]}"].append(value)
+            if isinstance(node, ast.ClassDef):
+                is_inner = any(INNER.search(text_of(base)) for base in node.bases)
+                self.assigned[node.name + "()" * is_inner + text[4:]].append(value)
 
     def keep_changes(self, call):
         """Of x.update(a=1), x.update({"a": 1}), x.pop("a") and setattr(x, "a", 1). The key "" is
@@ -352,7 +353,7 @@ class Code:
     def pairs(self, node):
         """The keys and value nodes of a dict, a call or a class. The key of **x is None."""
         if isinstance(node, ast.ClassDef):
-            return [(None, base) for base in node.bases
+            return [(None, base) for base in node.bases[::-1]  # the first one wins
                     if text_of(base) in self.assigned or CONFIG.search(text_of(base))]
         if isinstance(node, ast.Dict):
             keys = [key and self.value(key) for key in node.keys]
@@ -438,14 +439,9 @@ class Code:
             return Unread(text_of(node))
         if not isinstance(made, dict):
             return made
-        for key, child in self.pairs(node):
-            value = self.value(child)
-            if key:
-                made = made | {key: value}
-            elif isinstance(node, ast.Dict):
-                made = self.merged(made, child)
-            else:  # f(a=1, **x), where x cannot change a
-                made = made | (value if isinstance(value, dict) else {None: value})
+        is_call = isinstance(node, ast.Call)  # f(a=1, **x), where x cannot change a
+        for key, child in sorted(self.pairs(node), key=lambda pair: is_call and bool(pair[0])):
+            made = made | {key: self.value(child)} if key else self.merged(made, child)
         return made
 
     def merged(self, made, node, is_run=True):
@@ -502,7 +498,8 @@ class Code:
         for text in list(self.assigned):
             owner, _, key = text.rpartition(".")
             makers = [text_of([*getattr(one, "bases", ()), getattr(one, "func", DICT)][0])
-                      if isinstance(one, (ast.Call, ast.Dict, ast.ClassDef, ast.Constant)) else ""
+                      if isinstance(one, (ast.Call, ast.Dict, ast.ClassDef, ast.Constant))
+                      and not getattr(one.parent, "targets", ())[1:] else ""  # a = b = f()
                       for one in self.assigned.get(owner, ())]
             is_trainer = any(TRAINER.search(one) for one in [owner, *makers])
             is_other = makers and all(map(FRESH.search, makers)) and not is_trainer

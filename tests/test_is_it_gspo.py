@@ -231,6 +231,11 @@ PYTHON = {
         f"a = GRPOConfig({TRL})\ns = SFTConfig()\ns.epsilon = 1\nlogs = {{}}\n"
         "logs['epsilon'] = 1\nclass Agent:\n    def __init__(self):\n        self.epsilon = 1\n"
         "trainer = GRPOTrainer(args=a)", PAPER),
+    "bases of a class, of which the first wins": (
+        "class A:\n    epsilon: float = 3e-4\nclass B(GRPOConfig):\n    epsilon: float = 1\n"
+        f"class C(A, B):\n    pass\na = C({TRL.replace('epsilon=3e-4, ', '')})", PAPER),
+    "a usage below an import": (
+        f"import trl\n\'\'\'\npython a.py {FLAGS}\n\'\'\'\nTrlParser((GRPOConfig,))", NOTHING),
 }
 NAMED = f"a = GRPOConfig({TRL})\n"
 PASSED = NAMED + "trainer = GRPOTrainer(args=a)\n"
@@ -301,6 +306,13 @@ TOUCHED = {  # changes of a configuration or a trainer that are not followed
     "a changed text": f"{COMPOSED}c.actor_rollout_ref.actor.loss_agg_mode = 'token-mean'",
     "OmegaConf.update": (
         f"{COMPOSED}OmegaConf.update(c, 'actor_rollout_ref.actor.loss_agg_mode', 'token-mean')"),
+    "keywords for a class with defaults": "class C(GRPOConfig):\n    epsilon: float = 3e-4\n"
+                                          f"a = C({TRL.replace('epsilon=3e-4', '**load()')})",
+    "keywords for a dict with defaults": f"a = GRPOConfig(**dict(dict({TRL}), **load()))",
+    "another name in the same assignment": f"b = {NAMED}b.epsilon = 0.2\nGRPOTrainer(args=a)",
+    "a class that changes its defaults": (
+        "class S:\n    low: float = 3e-4\n    def __post_init__(self):\n        self.low = 0.2\n"
+        f"s = S()\n{NAMED.replace('=3e-4', '=s.low')}"),
     "a callback": "class C(TrainerCallback):\n    def on_step_begin(self, args, s):\n"
                   f"        args.epsilon = 0.2\n{PASSED}",
 }
