@@ -751,7 +751,7 @@ def test_the_page_has_the_counts_the_engines_and_the_first_answer():
     assert f"{len(PUBLIC)} public configurations from {len(repositories)} rep" in section
     for engine in FACTS["engines"]:
         assert f"\n| {engine['name']} |" in page and engine["read_in"]
-    pattern = r'(?s)set only `(\w+)="(\w+)"` in TRL,\s+they are:\n\n```text\n(.*?)```'
+    pattern = r'(?s)set only\s+`(\w+)="(\w+)"` in TRL,\s+they are:\n\n```text\n(.*?)```'
     name, value, answer = re.search(pattern, page).groups()
     command = [sys.executable, TOP / "guides/is_it_gspo.py", f"--{name}", value]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
