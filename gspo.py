@@ -22,7 +22,7 @@ Whoever pastes these functions can rely on this:
   - A loss is a sum over responses divided by `denominator` (default: B). Micro-batches, gradient
     accumulation and data parallelism are exact if every call gets the same denominator: the number
     of responses in the optimizer step, divided by the number of ranks if gradients are averaged.
-  - Shapes and values that do not fit raise a ValueError, which names the shapes. (A mask on a GPU
+  - Shapes or values that do not fit raise a ValueError, which names such shapes. (A mask on a GPU
     is not checked, because the CPU would have to wait. There, any value but 1 counts as padding.)
 """
 import torch

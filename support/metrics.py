@@ -100,7 +100,7 @@ def wilson(successes, n):
 def outcome(before, after):
     """What a run has changed, in words. before, after: the results of two evaluations."""
     pairs = list(zip(before, after))  # with another --eval_size, one has more questions
-    if any((x["question"], x["gold"]) != (y["question"], y["gold"]) for x, y in pairs):
+    if any(x.get(name) != y.get(name) for name in ("question", "gold") for x, y in pairs):
         return "they have other questions or answers and cannot be compared"
     first, last = ([result["reward"] for result in results] for results in zip(*pairs))
     differences = [y - x for x, y in zip(first, last)]

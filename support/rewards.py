@@ -164,7 +164,7 @@ def last_number(text):
 def gold_answer(answer):
     r"""The number in a dataset's answer: '... #### 42', '... \boxed{42}' or 42. Otherwise None."""
     text = str(answer).strip()
-    if isinstance(answer, float) and len(text) > 12:
+    if isinstance(answer, float) and not answer.is_integer() and len(text) > 12:
         return None  # such as 0.1 + 0.2, which no response would equal
     if re.fullmatch(rf"(?:{CURRENCY}|[-−–+ ])*+[0-9,]*+(?:\.[0-9]*)?[%€£ ]*", text):
         text = f"#### {text}"

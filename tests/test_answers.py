@@ -154,6 +154,7 @@ def test_answers_are_rewarded_with_trls_signature():
     assert reward(completions=completions, **columns) == [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     assert reward(completions=completions, strict=False, **columns)[2:4] == [0.0, 1.0]
     assert reward(["?"] * 3, ["#### 42"] * 3, [42, "42.0", 4.2]) == [1.0, 1.0, 0.0]
+    assert reward(["?"], ["#### 100,000,000,000"], [1e11]) == [1.0]
     for gold in "1/2", "none", None, 0.1 + 0.2:
         with pytest.raises(ValueError, match="is not a number"):
             reward(["?"] * 2, ["none", "#### 42"], [42, gold])

@@ -146,7 +146,7 @@ REFUSED = {
         "repeat its command with --max_steps 1", flags="--model runs",
         prepare=lambda folder: (folder.parent / "runs").mkdir()),
     **{f"rewards {value!r}": returns(value) for value in (
-        None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0],
+        None, [None, None], 1.0, [1.0], [1.0] * 3, [0.0, math.nan], [-math.inf, 0.0], [1e39, 0.0],
         [[1.0], [1.0]], ["good", "good"], "01", {0: 1.0, 1: 0.0}, {0.0, 1.0})},
     **{f"a metric {name}": logs(name)
        for name in ("reward", "step", "entropy", "notes", "eval_mine")},
