@@ -15,7 +15,7 @@ in every epoch. There is no KL penalty, no inference engine, no warm-up, and onl
 """
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Callable, NamedTuple
 
 import torch
@@ -23,17 +23,15 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
+from transformers import HfArgumentParser
 
+import gspo
 from gspo import group_advantages, grpo_loss, gspo_loss, gspo_token_loss, token_log_probs
-from support.check_model import check_model
-from support.command_line import check_values, exits_with, flag, guarded_run, parse
-from support.cuda_sampling import generate, static_rollout
 from support.metrics import evaluation_metrics, notes, rollout_metrics, update_metrics, wilson
 from support.models import adamw, check_finite, clip_gradients, load, tf32_matmuls
-from support.questions import load_questions, unused_questions
-from support.rewards import correctness_reward, extract_answer, gold_answer, score, score_rollout
-from support.sampling import check_rollout, dynamic_rollout, end_tokens
-from support.saving import MAY_CHANGE, Run, fingerprint, load_state, locked
+from support.runs import Run, checksum, stops_at_signal, unused_questions
+from support.sampling import STATIC, dynamic_rollout, end_tokens, generate
+from support.task import correctness_reward, extract_answer, gold_answer, load_questions, score
 
 
 class Algorithm(NamedTuple):
@@ -50,6 +48,11 @@ ALGORITHMS = {
     "gspo_token": Algorithm(gspo_token_loss, 3e-4, 4e-4, ratio="sequence"),
     "grpo": Algorithm(grpo_loss, 0.2, 0.27, ratio="token"),
 }
+
+
+def flag(default, meaning, **more):
+    """A field of Settings, which is a flag of the command line. `meaning` is shown by --help."""
+    return field(default=default, metadata={"help": meaning, **more})
 
 
 @dataclass
@@ -77,24 +80,30 @@ class Settings:
     temperature: float = flag(1.0, "sampling temperature; log-probs are computed at it, too")
     max_completion_length: int = flag(512, "tokens per response; a longer response is cut")
     # Memory and evaluation
-    micro_batch_tokens: int | None = flag(None, "tokens per forward pass; default: by GPU memory")
+    micro_batch_tokens: int = flag(2048, "tokens per forward pass: 2048 for 24 GB, 8192 for 80 GB")
     rollout_rows: int = flag(256, "responses sampled at once; half as many if greedy")
     save_steps: int = flag(25, "rollouts between two saves of the run")
     eval_steps: int | None = flag(None, "rollouts between two evaluations; default: save_steps")
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
 
     def __post_init__(self):
-        check_values(self, ALGORITHMS)
+        """ValueError: the settings do not fit. The maths checks its own."""
+        group_advantages(torch.zeros(self.group_size), self.group_size)
+        gspo.clipped_objective(torch.ones(1), torch.ones(1), *self.clip_range())
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError("--prompts_per_step must be a multiple of --minibatches")
 
     def clip_range(self):
         """(eps_low, eps_high): the flags, or else the defaults of the algorithm."""
-        algorithm = ALGORITHMS[self.algorithm]
-        return self.eps_low or algorithm.eps_low, self.eps_high or algorithm.eps_high
+        _, default_low, default_high, *_ = ALGORITHMS[self.algorithm]
+        low = default_low if self.eps_low is None else self.eps_low
+        high = default_high if self.eps_high is None else self.eps_high
+        return low, high
 
 
 def parse_settings(argv=None):
-    """The command line, or argv, as Settings. A wrong flag or value ends the program."""
-    return parse(Settings, argv)
+    """The command line, or the words of argv, as Settings."""
+    return HfArgumentParser(Settings, allow_abbrev=False).parse_args_into_dataclasses(argv)[0]
 
 
 # ---- prompts and responses -----------------------------------------------------------------------
@@ -250,11 +259,10 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 
     # 1 SAMPLE group_size responses to each question from the current policy.
     rollout = parts.sample(model, tokenizer, questions, cfg.group_size, cfg.temperature, cfg, parts)
-    check_rollout(rollout, questions, cfg.group_size)
     seconds_rollout = time.perf_counter() - start
 
     # 2 SCORE the responses, and compare each reward with the others of its group.
-    rewards, own_metrics = score_rollout(parts.reward, rollout, cfg, step)
+    rewards, own_metrics = score(parts.reward, rollout, cfg, step)
     advantages = algorithm.advantages(rewards, cfg.group_size)
 
     # 3 REMEMBER the old log-probs. They are computed by the forward pass of the update, on the same
@@ -312,36 +320,31 @@ def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **
     counts as its answer, whatever its format. eval_results has a dict for each response."""
     parts = Parts(**replaced)
     asked = [row for row in questions for _ in range(group_size)]
-    was_training = model.training
     model.eval()  # without dropout
     rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
-    model.train(was_training)
-    check_rollout(rollout, asked, 1)
-    rewards, own_metrics = score_rollout(parts.reward, rollout, cfg)
+    rewards, own_metrics = score(parts.reward, rollout, cfg)
     scores = {"reward": rewards}
     if parts.reward is correctness_reward:
-        scores["last_number"] = score(parts.reward, rollout.questions, rollout.texts, strict=False)
+        scores["last_number"], _ = score(parts.reward, rollout, cfg, strict=False)
     return evaluation_metrics(rollout, scores, own_metrics, group_size)
 
 
-def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, on_step=None,
-          user_state=None, **replaced):
-    """Train for max_steps rollouts, from the beginning or from a saved state.
+def train(cfg, model, tokenizer, questions, held_out=(), on_step=None, **replaced):
+    """Train for max_steps rollouts, from the beginning or from where the run in output_dir is.
 
-    questions, held_out: dicts with a "question" and the columns that the reward needs. state: from
-    load_state. on_step: called with the row of each step, to which it may add, such as wandb.log.
-    If it returns True, or the Event `stop` is set, the run ends after the step. user_state: a dict
-    that is saved with the run and restored on resuming. replaced: functions in place of those in
-    Parts, by their names. Without an output_dir, nothing is printed or written. Returns the rows;
-    that of step 0 is an evaluation. ValueError: bad arguments. OSError: the run cannot be saved."""
+    questions, held_out: dicts with a "question" and the columns that the reward needs. on_step:
+    called with the row of each step, to which it may add, such as wandb.log. If it returns True,
+    the run ends. replaced: functions in place of those in Parts, by their names. Without an
+    output_dir, nothing is printed or written. Returns the rows; that of step 0 is an evaluation."""
     model.eval()  # without dropout, which would give each forward pass other log-probs
+    torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
     questions = list(questions)
     parts = Parts(**replaced)
     optimizer = parts.make_optimizer(model)
     optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
-    with locked(cfg.output_dir):
-        run = Run(cfg, model, tokenizer, optimizer, questions, state, user_state)
-        stream = unused_questions(questions, cfg, max(0, len(run.rows) - 1))
+    run = Run(cfg, model, tokenizer, optimizer, questions)
+    stream = unused_questions(questions, cfg, max(0, len(run.rows) - 1))
+    with stops_at_signal() as stop:
         for step in tqdm(range(len(run.rows), cfg.max_steps + 1), cfg.algorithm):
             row = {"step": 0, "settings": run.settings}
             if step > 0:
@@ -351,33 +354,26 @@ def train(cfg, model, tokenizer, questions, held_out=(), state=None, stop=None, 
             if held_out and (is_last or step % (cfg.eval_steps or cfg.save_steps) == 0):
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
             results = row.pop("eval_results", [])
-            row |= notes([*run.rows, row], results)
-            # on_step may return numpy's True
-            ends = (on_step and str(on_step(row)) == "True") or (stop and stop.is_set())
+            row |= notes([*run.rows, row])
+            ends = on_step and on_step(row) or stop.is_set()
             run.add(row, results, is_saved=ends or is_last or step % cfg.save_steps == 0)
             if ends:
                 break
-        run.finish()
+    run.finish()
     return run.rows
 
 
-def main(argv=None, reward=correctness_reward, on_step=None, user_state=None, **replaced):
-    """The script. on_step, user_state and the functions that are replaced are those of train()."""
+def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
+    """The script. on_step and the functions that are replaced are those of train()."""
     cfg = parse_settings(argv)
     parts = Parts(reward, **replaced)
-    with guarded_run(cfg) as stop:
-        with exits_with(f"--dataset {cfg.dataset}"):
-            questions, held_out = load_questions(cfg, reward)
-        with exits_with(f"--output_dir {cfg.output_dir}"):
-            state = load_state(cfg, questions)
-        with exits_with(f"--model {cfg.model} --device {cfg.device}"):
-            model, tokenizer = parts.load(cfg.model, cfg.device)
-        with exits_with(f"a trial of {cfg.model} and the parts", ValueError):
-            check_model(model, tokenizer, questions + held_out, cfg, parts, ALGORITHMS)
-        tqdm.write(f"{cfg.device}: {model.num_parameters():,} parameters, {cfg.micro_batch_tokens} "
-                   f"tokens at once, {len(questions)} questions and {len(held_out)} held-out ones")
-        return train(cfg, model, tokenizer, questions, held_out, state, stop, on_step, user_state,
-                     **vars(parts))
+    questions, held_out = load_questions(cfg, reward)
+    model, tokenizer = parts.load(cfg.model, cfg.device)
+    prompt = tokenizer.decode(parts.encode_prompts(tokenizer, questions[:1], cfg)[0])
+    tqdm.write(f"{len(questions)} questions and {len(held_out)} held-out ones, e.g. {prompt!r}")
+    # A trial, so that a mistake in a template or a reward shows before the long work.
+    evaluate(model, tokenizer, questions[:2], replace(cfg, max_completion_length=8), **vars(parts))
+    return train(cfg, model, tokenizer, questions, held_out, on_step, **vars(parts))
 
 
 if __name__ == "__main__":

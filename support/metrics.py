@@ -1,12 +1,11 @@
 """What train_math.py logs: the metrics of a step and of an evaluation, and notes for the user."""
 import itertools
 from collections import Counter
-from statistics import fmean, pstdev
 
 import torch
 
 from gspo import clip_fraction
-from support.rewards import gold_answer
+from support.task import gold_answer
 
 
 def rollout_metrics(rollout, minibatches, advantages, cfg):
@@ -65,27 +64,24 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
 def evaluation_metrics(rollout, scores, own_metrics, group_size):
     """The metrics of an evaluation, and "eval_results" with a dict for each response. scores:
     {name: rewards (B,)}; own_metrics: what the reward has reported."""
+    scores = {name: values.tolist() for name, values in scores.items()}
+    golds = [row.get("answer") for row in rollout.questions]
+    if "last_number" in scores:  # the default reward compares numbers
+        golds = [gold_answer(gold) for gold in golds]
     results = []
-    for question, text, response in zip(rollout.questions, rollout.texts, rollout.responses):
-        answer = question.get("answer")
-        if "last_number" in scores:  # the default reward compares numbers
-            answer = gold_answer(answer)
-        results.append({"question": question["question"], "gold": answer, "response": text,
-                        "tokens": len(response)})
+    for i, text in enumerate(rollout.texts):
+        results.append({
+            "question": rollout.questions[i]["question"], "gold": golds[i], "response": text,
+            "tokens": len(rollout.responses[i]),
+            **{name: values[i] for name, values in scores.items()}})
     row = {f"eval_{name}": value for name, value in own_metrics.items()}
     row["eval_questions"] = len(results) // group_size
     for name, values in scores.items():
-        values = values.tolist()
         row[f"eval_{name}"] = sum(values) / len(values)
         if group_size == 1 and set(values) <= {0, 1}:
             row[f"eval_{name}_interval"] = wilson(sum(values), len(values))
-        for result, value in zip(results, values):
-            result[name] = value
-    golds = Counter(str(result["gold"]).strip().casefold()  # "Yes " and "yes" are one label
-                    for result in results if result["gold"] is not None)
-    for _, count in golds.most_common(1):
-        if 1 < count > len(results) / 10:  # there are few different answers
-            row["eval_best_constant"] = count / len(results)  # accuracy of always the same answer
+    if None not in golds:  # the accuracy of always giving the same answer
+        row["eval_best_constant"] = Counter(map(str, golds)).most_common(1)[0][1] / len(golds)
     return row | {"eval_results": results}
 
 
@@ -97,47 +93,17 @@ def wilson(successes, n):
     return [(centre - half) / (n + z2), (centre + half) / (n + z2)]
 
 
-def outcome(before, after):
-    """What a run has changed, in words. before, after: the results of two evaluations."""
-    pairs = list(zip(before, after))  # with another --eval_size, one has more questions
-    if any(x.get(name) != y.get(name) for name in ("question", "gold") for x, y in pairs):
-        return "they have other questions or answers and cannot be compared"
-    first, last = ([result["reward"] for result in results] for results in zip(*pairs))
-    differences = [y - x for x, y in zip(first, last)]
-    mean = fmean(differences)
-    half = 1.96 * pstdev(differences) / len(pairs) ** 0.5  # paired, normal approximation
-    verdict = f"shows that it has {'risen' if mean > 0 else 'fallen'}"
-    if abs(mean) <= half or sum(map(bool, differences)) < 6:  # so few can agree by chance
-        verdict = "does not show a change"
-    shares = [most_frequent(results)[1] for results in (before, after)]
-    return (f"{fmean(first):.3g} before and {fmean(last):.3g} after, a difference of {mean:+.3g}, "
-            f"whose paired 95% CI {mean - half:+.3g} to {mean + half:+.3g} {verdict}. The share of "
-            "the most frequent response is {:.0%} before and {:.0%} after".format(*shares))
-
-
-def most_frequent(results):
-    """(the most frequent response, its share), without case and without space around it."""
-    texts = Counter(result["response"].strip(" \n.").casefold() for result in results)
-    text, count = texts.most_common(1)[0]
-    return text, count / len(results)
-
-
-def notes(rows, results):
-    """{"notes": [...]} if the user should know something about the last row or its results."""
+def notes(rows):
+    """{"notes": [...]} if the user should know something about the last row."""
     row = rows[-1]
     found = []
-    text, share = most_frequent(results) if len(results) > 1 else ("", 0)
-    if share > 0.9:
-        found.append(f"{share:.0%} of the responses in this evaluation are the same: {text!r:.100}")
     if row.get("log_ratio_first_max"):
         found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
                      "two forward passes round differently")
     if (row.get("sampler_gap") or 0) > 0.1:
         found.append("sampler_gap is above 0.1, which rounding does not explain. Does the sampler "
                      "use other weights or another temperature, or did a tool write some tokens "
-                     "(is_sampled)?")
+                     "(is_sampled)? Does the model cap its logits?")
     if row["step"] >= 3 and all(row["equal_reward_groups"] == 1 for row in rows[-3:]):
-        found.append("no gradient in three steps, because the rewards within each group are equal "
-                     f"(mean {row['reward']:.3g}; {row['cut']:.0%} of the responses are cut). Try "
-                     "a reward with parts, other questions, longer responses, or larger groups")
+        found.append("no gradient in three steps, because the rewards within each group are equal")
     return {"notes": found} if found else {}

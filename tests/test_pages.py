@@ -166,7 +166,7 @@ def test_the_reward_of_the_front_page_accepts_a_word_and_a_sentence():
 
 
 def test_the_default_reward_refuses_what_the_page_says():
-    for text in r"\boxed{5 + 3}", r"\boxed{7!}", r"\boxed{42 000}", "#### 5-3":
+    for text in r"\boxed{5 + 3}", r"\boxed{42 000}", "#### 5-3":
         assert f"`{text}`" in text_of(OWN_TASK) and train_math.extract_answer(text) is None
 
 
@@ -234,9 +234,9 @@ CODES = {  # texts in the blocks of each recipe. LoRA replaces two functions of 
     "token_mean": ["leave_one_out"], "kl": ["gspo_kl"], "lora": ["gspo_kl", "get_peft_model"],
     "tis": ["gspo_tis"], "masked": ["gspo_tis"], "entropy": ["gspo_entropy"],
     "both": ["leave_one_out", "is_equal"],
-    "off_policy": ['user_state["weights"]'], "tools": ["is_sampled"],
+    "off_policy": ["before or current"], "tools": ["is_sampled"],
     "dynamic": ["is_equal"]}
-PARTS = *train_math.Parts.__annotations__, "user_state"
+PARTS = *train_math.Parts.__annotations__,
 
 
 def reward(prompts, completions, answer=None, **columns):
@@ -442,16 +442,15 @@ def test_a_killed_run_continues(recipe, name, tmp_path):
             raise KeyboardInterrupt
 
     recipe(name, "whole")
-    with pytest.raises(SystemExit):
+    with pytest.raises(KeyboardInterrupt):
         recipe(name, "killed", on_step=kill)
-    assert len(torch.load(tmp_path / "killed" / "state.pt")["rows"]) == 3
+    assert len(json.loads(torch.load(tmp_path / "killed" / "state.pt")["rows"])) == 3
     recipe(name, "killed")
     folders = [tmp_path / folder for folder in ("whole", "killed")]
     whole, killed = (without_clocks(read(folder / "metrics.jsonl")) for folder in folders)
     assert whole == killed and whole[3]["grad_norm"] > 0
     states = [torch.load(folder / "state.pt") for folder in folders]
-    for part in "model", "user_state":
-        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
+    torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=0, atol=0)
 
 
 SEVERAL = """
@@ -499,7 +498,7 @@ def test_two_processes_equal_one_and_continue_after_a_kill(
         done = subprocess.run([*launcher, *flags, "--output_dir", two], capture_output=True,
                               text=True, cwd=TOP, env=environment | killed)
         assert (done.returncode == 0) is not bool(killed), done.stderr
-        assert len(torch.load(two / "state.pt")["rows"]) == (3 if killed else 6)
+        assert len(json.loads(torch.load(two / "state.pt")["rows"])) == (3 if killed else 6)
     for mine, other in zip(read(one / "metrics.jsonl"), read(two / "metrics.jsonl"), strict=True):
         names = {"reward", "entropy", "response_length", "equal_reward_groups", "eval_reward"}
         for name in names & mine.keys():

@@ -44,7 +44,7 @@ from tools.answers import load_answers, samples_table, table, temperatures_of
 from tools.logs import make_writable, read, write
 
 FROM_RUN = "instruction", "system", "max_completion_length", "dataset", "eval_size"
-RECORDED = "instruction", "system", "max_completion_length", "seed", "questions"
+RECORDED = "instruction", "system", "max_completion_length", "seed"
 
 
 def missing(path, temperatures, samples=1):
@@ -55,11 +55,8 @@ def missing(path, temperatures, samples=1):
 
 def precision(model, temperature, device):
     """The precision in which `generate` has computed responses at this temperature."""
-    dtypes = [torch.float32]
-    if temperature and torch.device(device).type == "cuda":
-        # The attribute is not there if static_rollout cannot be used.
-        dtypes = [*getattr(model, "sampling_dtypes", []), *dtypes]
-    return str(dtypes[0]).removeprefix("torch.")
+    is_copy = temperature and torch.device(device).type == "cuda"
+    return "float16" if is_copy and model.config.model_type in train_math.STATIC else "float32"
 
 
 def fingerprint_of(model, tokenizer):
@@ -108,22 +105,20 @@ def ask(path, name, questions, temperatures, cfg, samples=1, **replaced):
     parts = train_math.Parts(**replaced)
     is_default = parts.reward is train_math.correctness_reward
     answer_of = train_math.extract_answer if is_default else str.strip  # it votes for the majority
-    fingerprint = train_math.fingerprint(cfg, questions)
-    settings = {"model": str(name)} | {key: fingerprint[key] for key in RECORDED}
+    settings = {"model": str(name)} | {key: getattr(cfg, key) for key in RECORDED}
+    settings["questions"] = train_math.checksum(questions)
     for part, function in replaced.items():
         settings[part] = getattr(function, "__name__", str(type(function)))
     refuse_another(path, settings)
-    with train_math.exits_with(f"--model {name}"):
-        load = replaced.get("load", train_math.load)
-        model, tokenizer = load(str(name), cfg.device)
+    load = replaced.get("load", train_math.load)
+    model, tokenizer = load(str(name), cfg.device)
     settings["weights"] = fingerprint_of(model, tokenizer)
     refuse_another(path, settings)
     todo = missing(path, temperatures, samples)
     if not todo:
         print(f"{path} has these answers already, so nothing was asked")
     for temperature, _ in todo[:1]:  # a trial: the reward may need a column that is not there
-        with train_math.exits_with("a trial with the first question"):
-            train_math.evaluate(model, tokenizer, questions[:1], cfg, temperature, **replaced)
+        train_math.evaluate(model, tokenizer, questions[:1], cfg, temperature, **replaced)
     for temperature, sample in todo:
         torch.manual_seed(cfg.seed * 1_000_003 + sample)
         row = train_math.evaluate(model, tokenizer, questions, cfg, temperature, **replaced)
@@ -140,8 +135,6 @@ def ask(path, name, questions, temperatures, cfg, samples=1, **replaced):
         if "eval_best_constant" in row:
             print(f"always the same answer has an accuracy of {row['eval_best_constant']:.1%} at "
                   "best")
-        for text in train_math.notes([{"step": 0}], row["eval_results"]).get("notes", ()):
-            print(f"note: {text}")
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -156,11 +149,11 @@ def ask_model(args, flags, **replaced):
     cfg = train_math.parse_settings([*own, *flags, "--model", args.model])
     used = " ".join(f"--{name}={getattr(cfg, name)!r}" for name in FROM_RUN)
     print(f"asked with {used}{' (from the run, unless your flags say so)' * bool(own)}")
-    with train_math.exits_with(f"--dataset {cfg.dataset}"):
-        questions, held_out = train_math.load_questions(cfg, replaced.get("reward"))
-        if not held_out:
-            raise ValueError("there are no held-out questions")
-    trained_on = train_math.fingerprint(cfg, questions)["questions"]
+    reward = replaced.get("reward", train_math.correctness_reward)
+    questions, held_out = train_math.load_questions(cfg, reward)
+    if not held_out:
+        sys.exit("evaluate.py: there are no held-out questions")
+    trained_on = train_math.checksum(questions)
     if run.get("questions", trained_on) != trained_on:
         print("note: the run had other training questions, and some of them may be held out here. "
               "To use the same ones, leave --dataset and --eval_size out")
