@@ -25,6 +25,7 @@ Whoever pastes these functions can rely on this:
   - Shapes or values that do not fit raise a ValueError, which names such shapes. (A mask on a GPU
     is not checked, because the CPU would have to wait. There, any value but 1 counts as padding.)
 """
+# From "GSPO in one file of PyTorch", MIT License, copyright 2026 the authors of that repository.
 import torch
 
 __version__ = "1.0.0"  # a pasted copy has no package metadata that could tell its version

@@ -3,15 +3,15 @@ r"""Fine-tune a small language model with GSPO on questions whose answers can be
     python train_math.py              Qwen2.5-0.5B-Instruct on GSM8K, on one CUDA GPU
     python -m lesson.tiny             the same script on a tiny model: any CPU, one or two minutes
 
-Read it from top to bottom: settings; prompts and responses; minibatches and log-probs; the step,
-which is the algorithm; the training loop. The maths is in gspo.py, and support/ has what surrounds
-the algorithm. For your own task, write a reward: `train_math.main(reward=my_reward)`. For your own
-loss, add to ALGORITHMS. Parts lists what can be replaced. Measured results: evidence/README.md.
+What other trainers have, and this script leaves out:
+  1. A KL penalty and a reference model. Only the clip limits how far the policy moves.
+  2. An inference engine. The sampler below uses the weights that are trained.
+  3. Sharding, mixed precision and LoRA. There is one process, one GPU, and float32.
+  4. Schedules. The learning rate falls linearly to a tenth, and the gradient norm is at most 1.
 
 In this file a *step* is one rollout with all its updates. (In TRL and Hugging Face, a step is one
-optimizer step.) log s is the logarithm of a response's importance ratio. Some choices are fixed: a
-gradient norm of at most 1, a learning rate that falls linearly to a tenth, and the same minibatches
-in every epoch. There is no KL penalty, no inference engine, no warm-up, and only one GPU.
+optimizer step.) log s is the logarithm of a response's importance ratio. For your own task, write a
+reward: `train_math.main(reward=my_reward)`. For your own loss, add to ALGORITHMS.
 """
 import itertools
 import time
@@ -27,11 +27,12 @@ from transformers import HfArgumentParser
 
 import gspo
 from gspo import group_advantages, grpo_loss, gspo_loss, gspo_token_loss, token_log_probs
-from support.metrics import evaluation_metrics, notes, rollout_metrics, update_metrics, wilson
-from support.models import adamw, check_finite, clip_gradients, load, tf32_matmuls
-from support.runs import Run, checksum, stops_at_signal, unused_questions
-from support.sampling import STATIC, dynamic_rollout, end_tokens, generate
-from support.task import correctness_reward, extract_answer, gold_answer, load_questions, score
+from support import models
+from support.metrics import evaluation_metrics, notes, rollout_metrics, update_metrics
+from support.models import adamw, clip_gradients, load, tf32_matmuls
+from support.runs import Run, locked, stops_at_signal, unused_questions
+from support.sampling import check_rollout, dynamic_rollout, end_tokens, generate
+from support.task import Refused, correctness_reward, extract_answer, load_questions, score
 
 
 class Algorithm(NamedTuple):
@@ -58,16 +59,14 @@ def flag(default, meaning, **more):
 @dataclass
 class Settings:
     model: str = flag("Qwen/Qwen2.5-0.5B-Instruct", "hub id or folder")
-    dataset: str = flag("openai/gsm8k", "hub id, folder with train and test files, or one file; "
-                        "each row has a question and an answer, '42' or '... #### 42'")
+    dataset: str = flag("openai/gsm8k", "hub id, folder with train and test files, or one file")
     output_dir: str = flag("runs/math", "a run that is saved there is resumed")
-    device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
+    device: str | None = flag(None, "cuda or cpu; default: cuda if there is a GPU")
     seed: int = flag(0, "seed of the order of the questions and of the sampling")
     instruction: str = flag(
         r"Please reason step by step, and put your final answer within \boxed{}.",
         "text after each question, on a new line; Qwen models were trained with this one")
     system: str | None = flag(None, "system prompt; default: that of the chat template, if any")
-    # The algorithm
     algorithm: str = flag("gspo", "the loss", choices=ALGORITHMS)
     eps_low: float | None = flag(None, "lower clip range; default: the algorithm's (gspo 3e-4)")
     eps_high: float | None = flag(None, "upper clip range; default: the algorithm's (gspo 4e-4)")
@@ -79,35 +78,35 @@ class Settings:
     max_steps: int = flag(200, "number of rollouts")
     temperature: float = flag(1.0, "sampling temperature; log-probs are computed at it, too")
     max_completion_length: int = flag(512, "tokens per response; a longer response is cut")
-    # Memory and evaluation
-    micro_batch_tokens: int = flag(2048, "tokens per forward pass: 2048 for 24 GB, 8192 for 80 GB")
+    micro_batch_tokens: int | None = flag(None, "tokens per forward pass; default: by GPU memory")
     rollout_rows: int = flag(256, "responses sampled at once; half as many if greedy")
     save_steps: int = flag(25, "rollouts between two saves of the run")
     eval_steps: int | None = flag(None, "rollouts between two evaluations; default: save_steps")
     eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
 
     def __post_init__(self):
-        """ValueError: the settings do not fit. The maths checks its own."""
-        group_advantages(torch.zeros(self.group_size), self.group_size)
-        gspo.clipped_objective(torch.ones(1), torch.ones(1), *self.clip_range())
+        """ValueError: two settings do not fit, or torch cannot use the GPU."""
         if self.prompts_per_step % self.minibatches:
             raise ValueError("--prompts_per_step must be a multiple of --minibatches")
+        group_advantages(torch.zeros(self.group_size), self.group_size)  # checks the size
+        gspo.clipped_objective(torch.ones(1), torch.ones(1), *self.clip_range())  # checks the range
+        models.complete(self)
 
     def clip_range(self):
         """(eps_low, eps_high): the flags, or else the defaults of the algorithm."""
-        _, default_low, default_high, *_ = ALGORITHMS[self.algorithm]
-        low = default_low if self.eps_low is None else self.eps_low
-        high = default_high if self.eps_high is None else self.eps_high
+        algorithm = ALGORITHMS[self.algorithm]
+        low = algorithm.eps_low if self.eps_low is None else self.eps_low
+        high = algorithm.eps_high if self.eps_high is None else self.eps_high
         return low, high
 
 
 def parse_settings(argv=None):
-    """The command line, or the words of argv, as Settings."""
-    return HfArgumentParser(Settings, allow_abbrev=False).parse_args_into_dataclasses(argv)[0]
+    """The command line, or the words of argv, as Settings. ValueError: they cannot be used."""
+    parser = HfArgumentParser(Settings, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
+    return parser.parse_args_into_dataclasses(argv)[0]
 
 
 # ---- prompts and responses -----------------------------------------------------------------------
-
 
 def encode_prompts(tokenizer, questions, cfg):
     """The token ids of each question in the chat template (for Qwen3: without thinking)."""
@@ -122,8 +121,7 @@ def encode_prompts(tokenizer, questions, cfg):
 
 @dataclass
 class Rollout:
-    """B responses and what is known about them: each field has one entry for each response. The
-    group_size responses to one prompt are a group, and stand together."""
+    """B responses, group by group. Each field has one entry for each response."""
     questions: list  # the row of its question; the reward gets the columns of these rows
     prompts: list  # the token ids of its prompt
     responses: list  # its token ids, the end token included
@@ -139,9 +137,8 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
     prompts_at_once = max(1, cfg.rollout_rows // (group_size if temperature else 2 * group_size))
     generated = []
     for i in range(0, len(prompts), prompts_at_once):
-        generated.append(parts.generate(
-            model, prompts[i:i + prompts_at_once], group_size, cfg.max_completion_length,
-            temperature, end_ids))
+        generated.append(parts.generate(model, prompts[i:i + prompts_at_once], group_size,
+                                        cfg.max_completion_length, temperature, end_ids))
     responses, log_probs, *more = zip(*generated, strict=True)
     responses = list(itertools.chain(*responses))
     is_sampled = [[True] * len(response) for response in responses]
@@ -155,12 +152,10 @@ def sample(model, tokenizer, questions, group_size, temperature, cfg, parts):
 
 # ---- minibatches and log-probs -------------------------------------------------------------------
 
-
 class MicroBatch:
-    """Some responses of a rollout, with their prompts, that go through the model at once."""
+    """Those responses of a rollout, with their prompts, that go through the model at once."""
 
     def __init__(self, rollout, advantages, indices, device):
-        """indices: which responses; advantages: of all responses, (B,), or (B, n) for tokens."""
         ids = []
         mask = []
         log_probs = []
@@ -182,12 +177,10 @@ class MicroBatch:
 
 
 def build_minibatches(rollout, advantages, cfg, keeps_all=False):
-    """Split a rollout into minibatches, one per optimizer step: lists of micro-batches.
-
-    A micro-batch holds at most micro_batch_tokens, or a single response. It serves for the old and
-    the new log-probs, because other padding or neighbours would round them differently. Responses
-    with advantage 0 have no gradient and are left out, as are empty minibatches, but train_step
-    counts them in the denominator. keeps_all: all stay, for a loss with a KL or entropy term."""
+    """Split a rollout into minibatches, one per optimizer step: lists of micro-batches, which hold
+    at most micro_batch_tokens, or a single response. The old and the new log-probs use the same
+    ones, because other padding or neighbours would round them differently. Responses with advantage
+    0 have no gradient and are left out, unless keeps_all, but count in train_step's denominator."""
     n = len(rollout.responses)
     lengths = {i: len(rollout.prompts[i] + rollout.responses[i]) for i in range(n)}
     size = n // cfg.minibatches  # a multiple of group_size
@@ -247,7 +240,6 @@ class Parts:
 
 # ---- the algorithm -------------------------------------------------------------------------------
 
-
 def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
     """One rollout on these questions and all updates on it. Returns the metrics of the step."""
     algorithm = ALGORITHMS[cfg.algorithm]
@@ -259,6 +251,7 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 
     # 1 SAMPLE group_size responses to each question from the current policy.
     rollout = parts.sample(model, tokenizer, questions, cfg.group_size, cfg.temperature, cfg, parts)
+    check_rollout(rollout, len(questions) * cfg.group_size)
     seconds_rollout = time.perf_counter() - start
 
     # 2 SCORE the responses, and compare each reward with the others of its group.
@@ -298,7 +291,6 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
         optimizer.zero_grad()
         updates.append(update)
 
-    check_finite(model, grad_norms, step)  # raises a FloatingPointError
     return {
         **own_metrics,
         "step": step,
@@ -312,16 +304,15 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 
 # ---- evaluation, the training loop, and the script -----------------------------------------------
 
-
 def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **replaced):
-    """The mean reward of `group_size` responses to each question; greedy decoding by default.
-
-    With the default reward, eval_last_number is the accuracy if the last number of a response
-    counts as its answer, whatever its format. eval_results has a dict for each response."""
+    """The mean reward of `group_size` responses to each question; greedy decoding by default. With
+    the default reward, eval_last_number is the accuracy if the last number of a response counts as
+    its answer, whatever its format. eval_results has a dict for each response."""
     parts = Parts(**replaced)
-    asked = [row for row in questions for _ in range(group_size)]
     model.eval()  # without dropout
+    asked = [row for row in questions for _ in range(group_size)]
     rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
+    check_rollout(rollout, len(asked))
     rewards, own_metrics = score(parts.reward, rollout, cfg)
     scores = {"reward": rewards}
     if parts.reward is correctness_reward:
@@ -333,18 +324,19 @@ def train(cfg, model, tokenizer, questions, held_out=(), on_step=None, **replace
     """Train for max_steps rollouts, from the beginning or from where the run in output_dir is.
 
     questions, held_out: dicts with a "question" and the columns that the reward needs. on_step:
-    called with the row of each step, to which it may add, such as wandb.log. If it returns True,
-    the run ends. replaced: functions in place of those in Parts, by their names. Without an
-    output_dir, nothing is printed or written. Returns the rows; that of step 0 is an evaluation."""
+    called with the row of each step, such as wandb.log; it may add to it, and ends the run if it
+    returns True. replaced: functions in place of those in Parts, by their names. Without an
+    output_dir, nothing is written. Returns the rows. Refused: another run is in the output_dir."""
     model.eval()  # without dropout, which would give each forward pass other log-probs
     torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
     questions = list(questions)
     parts = Parts(**replaced)
     optimizer = parts.make_optimizer(model)
     optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
-    run = Run(cfg, model, tokenizer, optimizer, questions)
-    stream = unused_questions(questions, cfg, max(0, len(run.rows) - 1))
-    with stops_at_signal() as stop:
+    prompt = tokenizer.decode(parts.encode_prompts(tokenizer, questions[:1], cfg)[0])
+    with locked(cfg.output_dir), stops_at_signal() as stop:
+        run = Run(cfg, model, tokenizer, optimizer, questions, prompt)
+        stream = unused_questions(questions, cfg, max(0, len(run.rows) - 1))
         for step in tqdm(range(len(run.rows), cfg.max_steps + 1), cfg.algorithm):
             row = {"step": 0, "settings": run.settings}
             if step > 0:
@@ -354,26 +346,54 @@ def train(cfg, model, tokenizer, questions, held_out=(), on_step=None, **replace
             if held_out and (is_last or step % (cfg.eval_steps or cfg.save_steps) == 0):
                 row |= evaluate(model, tokenizer, held_out, cfg, **replaced)
             results = row.pop("eval_results", [])
-            row |= notes([*run.rows, row])
-            ends = on_step and on_step(row) or stop.is_set()
+            row |= notes([*run.rows, row], results)
+            ends = (on_step and str(on_step(row)) == "True") or stop.is_set()  # or numpy's True
             run.add(row, results, is_saved=ends or is_last or step % cfg.save_steps == 0)
             if ends:
                 break
-    run.finish()
+        run.finish()
     return run.rows
+
+
+def trial(model, tokenizer, questions, cfg, parts):
+    """One short step at learning rate 0, so that a mistake in a part shows before the long work. On
+    CUDA, also an update of full size. Refused: sampler and training disagree, or it cannot fit."""
+    def build_minibatches(rollout, advantages, cfg):  # equal rewards would leave nothing to update
+        return parts.build_minibatches(rollout, torch.ones_like(advantages), cfg)
+
+    prompts = parts.encode_prompts(tokenizer, questions, cfg)
+    tqdm.write(f"the first prompt: {tokenizer.decode(prompts[0])!r}")
+    model.eval()
+    optimizer = parts.make_optimizer(model)  # a second one, whose memory is used until the end
+    short = replace(cfg, group_size=2, minibatches=1, epochs=1, learning_rate=0,
+                    max_completion_length=8)
+    with_gradient = replace(parts, build_minibatches=build_minibatches)
+    row = train_step(model, tokenizer, optimizer, questions[:2], 0, short, with_gradient)
+    limit = 0.02 if parts.generate is generate and parts.sample is sample else 0.5
+    if not (row["sampler_gap"] or 0) <= limit:  # also if it is NaN
+        raise Refused(f"sampler and training disagree by {row['sampler_gap']:.2g} nats per token. "
+                      "Do they use the same weights, prompts and temperature?")
+    models.fit_micro_batch(model, prompts, cfg, parts.response_log_probs)
 
 
 def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
     """The script. on_step and the functions that are replaced are those of train()."""
-    cfg = parse_settings(argv)
     parts = Parts(reward, **replaced)
-    questions, held_out = load_questions(cfg, reward)
-    model, tokenizer = parts.load(cfg.model, cfg.device)
-    prompt = tokenizer.decode(parts.encode_prompts(tokenizer, questions[:1], cfg)[0])
-    tqdm.write(f"{len(questions)} questions and {len(held_out)} held-out ones, e.g. {prompt!r}")
-    # A trial, so that a mistake in a template or a reward shows before the long work.
-    evaluate(model, tokenizer, questions[:2], replace(cfg, max_completion_length=8), **vars(parts))
-    return train(cfg, model, tokenizer, questions, held_out, on_step, **vars(parts))
+    try:
+        cfg = parse_settings(argv)
+        questions, held_out = load_questions(cfg, reward)
+        model, tokenizer = parts.load(cfg.model, cfg.device)
+    except (OSError, ValueError) as error:
+        raise SystemExit("train_math.py: " + " ".join(str(error).split())) from None
+    tqdm.write(f"{len(questions)} questions and {len(held_out)} held-out ones")
+    sampled = cfg.prompts_per_step * cfg.group_size * cfg.max_completion_length
+    if cfg.device == "cpu" and sampled > 30_000:
+        tqdm.write("note: on a CPU, this can take hours; guides/own_task.md has smaller settings")
+    try:
+        trial(model, tokenizer, questions, cfg, parts)
+        return train(cfg, model, tokenizer, questions, held_out, on_step, **vars(parts))
+    except Refused as error:
+        raise SystemExit(f"train_math.py: {error}") from None
 
 
 if __name__ == "__main__":

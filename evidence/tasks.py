@@ -12,6 +12,7 @@ import torch
 
 import train_math
 from lesson import tiny
+from support.task import gold_answer
 from tools.logs import read_packed
 from tools.warm_up import supervise
 
@@ -130,7 +131,7 @@ def guessed(row, rng):
     if rng.random() < 0.25:
         return row
     error = 0 if rng.random() < 0.1 else rng.choice((-20, -10, -1, 1, 10, 20, 100))
-    return {**row, "answer": f"#### {max(0, int(train_math.gold_answer(row['answer'])) + error)}"}
+    return {**row, "answer": f"#### {max(0, int(gold_answer(row['answer'])) + error)}"}
 
 
 def short_cold_start(model, tokenizer, seed):

@@ -1,6 +1,7 @@
 """What train_math.py logs: the metrics of a step and of an evaluation, and notes for the user."""
 import itertools
 from collections import Counter
+from statistics import fmean, pstdev
 
 import torch
 
@@ -53,8 +54,7 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
         "loss": total_loss / n,  # a value close to 0 is normal
         "grad_norm": sum(grad_norms) / n,  # before it is clipped to 1
         "clip_fraction": clipped_tokens / max(1, all_tokens),
-        # Of log s, per response: the largest size in the first update, which must be 0, and then
-        # the mean and the standard deviation in later ones.
+        # Of log s: the largest size in the first update, which must be 0, and then of later ones
         "log_ratio_first_max": torch.cat(first).abs().max().item() if first else None,
         "log_ratio_mean": later.mean().item() if len(later) > 0 else None,
         "log_ratio_std": later.std().item() if len(later) > 1 else None,
@@ -64,24 +64,25 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
 def evaluation_metrics(rollout, scores, own_metrics, group_size):
     """The metrics of an evaluation, and "eval_results" with a dict for each response. scores:
     {name: rewards (B,)}; own_metrics: what the reward has reported."""
-    scores = {name: values.tolist() for name, values in scores.items()}
     golds = [row.get("answer") for row in rollout.questions]
     if "last_number" in scores:  # the default reward compares numbers
         golds = [gold_answer(gold) for gold in golds]
     results = []
     for i, text in enumerate(rollout.texts):
-        results.append({
-            "question": rollout.questions[i]["question"], "gold": golds[i], "response": text,
-            "tokens": len(rollout.responses[i]),
-            **{name: values[i] for name, values in scores.items()}})
+        question = rollout.questions[i]["question"]
+        results.append({"question": question, "gold": golds[i], "response": text,
+                        "tokens": len(rollout.responses[i])})
     row = {f"eval_{name}": value for name, value in own_metrics.items()}
     row["eval_questions"] = len(results) // group_size
     for name, values in scores.items():
+        values = values.tolist()
+        for result, value in zip(results, values):
+            result[name] = value
         row[f"eval_{name}"] = sum(values) / len(values)
         if group_size == 1 and set(values) <= {0, 1}:
             row[f"eval_{name}_interval"] = wilson(sum(values), len(values))
     if None not in golds:  # the accuracy of always giving the same answer
-        row["eval_best_constant"] = Counter(map(str, golds)).most_common(1)[0][1] / len(golds)
+        row["eval_best_constant"] = max(Counter(map(str, golds)).values()) / len(golds)
     return row | {"eval_results": results}
 
 
@@ -93,17 +94,29 @@ def wilson(successes, n):
     return [(centre - half) / (n + z2), (centre + half) / (n + z2)]
 
 
-def notes(rows):
-    """{"notes": [...]} if the user should know something about the last row."""
+def outcome(before, after):
+    """What a run has changed, in words. before, after: the results of two evaluations."""
+    pairs = [(x["reward"], y["reward"]) for x, y in zip(before, after)]
+    differences = [y - x for x, y in pairs]
+    half = 1.96 * pstdev(differences) / len(pairs) ** 0.5  # paired, normal approximation
+    change = fmean(differences)
+    first, last = map(fmean, zip(*pairs))
+    return (f"{first:.3g} before and {last:.3g} after on {len(pairs)} questions, {change:+.3g} "
+            f"(paired 95% CI {change - half:+.3g} to {change + half:+.3g})")
+
+
+def notes(rows, results):
+    """{"notes": [...]} if the user should know something about the last row or its results."""
     row = rows[-1]
     found = []
+    responses = Counter(result["response"] for result in results)
+    for text, count in responses.most_common(1):
+        if 1 < count >= len(results) / 2:
+            found.append(f"{count} of {len(results)} responses in this evaluation are {text!r:.99}")
     if row.get("log_ratio_first_max"):
-        found.append("log_ratio_first_max is not 0. The old log-probs are wrong, or the "
-                     "two forward passes round differently")
+        found.append("log_ratio_first_max is not 0. Two equal forward passes round differently")
     if (row.get("sampler_gap") or 0) > 0.1:
-        found.append("sampler_gap is above 0.1, which rounding does not explain. Does the sampler "
-                     "use other weights or another temperature, or did a tool write some tokens "
-                     "(is_sampled)? Does the model cap its logits?")
+        found.append("sampler_gap is above 0.1. Has the sampler other weights than the model?")
     if row["step"] >= 3 and all(row["equal_reward_groups"] == 1 for row in rows[-3:]):
         found.append("no gradient in three steps, because the rewards within each group are equal")
     return {"notes": found} if found else {}

@@ -1,8 +1,6 @@
-"""How train_math.py samples responses: dynamic_rollout on CPUs, static_rollout on CUDA.
-
-A sampler of your own, for main(generate=f), has the arguments and the results of dynamic_rollout.
-"""
+"""How train_math.py samples responses: dynamic_rollout on CPUs, static_rollout on CUDA."""
 import copy
+import functools
 
 import torch
 from torch.nn.functional import pad
@@ -10,30 +8,33 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import DynamicCache, StaticCache
 
-STATIC = {"llama", "qwen2", "qwen3"}  # models that static_rollout was tried with
+from support.models import note
+from support.task import Refused
+
+TRIED = {"llama", "qwen2", "qwen3"}  # the model types that static_rollout was tried with
+side_stream = functools.cache(lambda: torch.cuda.Stream())  # cuBLAS keeps memory for each one
 
 
 def generate(model, prompts, group_size, max_length, temperature, end_ids):
     """dynamic_rollout, or on CUDA the faster static_rollout. Responses to train on come from a
     float16 copy of the weights, a slightly different policy, in less than half of the time."""
     arguments = prompts, group_size, max_length, temperature, end_ids
-    if model.device.type != "cuda" or model.config.model_type not in STATIC:
+    kind = model.config.model_type
+    if model.device.type != "cuda":
+        return dynamic_rollout(model, *arguments)
+    if kind not in TRIED:
+        note(f"sampling without a CUDA graph, about three times as slow, because {kind} was not "
+             f"tried. To try it: support.sampling.TRIED.add({kind!r})")
         return dynamic_rollout(model, *arguments)
     torch.cuda.set_device(model.device)  # a CUDA graph records only the current device
-    sampler = model if temperature == 0 else float16_copy(model)
-    responses, log_probs = static_rollout(sampler, *arguments)
+    if temperature > 0:
+        model = copy.deepcopy(model)
+        for parameter in model.parameters():  # but not the buffers: positions need float32
+            parameter.data = parameter.data.half()
+    responses, log_probs = static_rollout(model, *arguments)
     if not log_probs.isfinite().all():
-        raise FloatingPointError("this model overflows in float16, or its weights are not finite. "
-                                 "Try main(generate=train_math.dynamic_rollout)")
+        raise FloatingPointError("not finite. Try main(generate=train_math.dynamic_rollout)")
     return responses, log_probs
-
-
-def float16_copy(model):
-    """A copy whose parameters are float16, but not its buffers: positions need float32."""
-    model = copy.deepcopy(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.half()
-    return model
 
 
 def end_tokens(model, tokenizer):
@@ -46,20 +47,18 @@ def end_tokens(model, tokenizer):
     return torch.tensor(sorted(ids), device=model.device)
 
 
-# ---- what both samplers share --------------------------------------------------------------------
+def check_rollout(rollout, expected):
+    """Refused: this Rollout does not have an entry for each expected response in each field."""
+    counts = {len(entries) for entries in vars(rollout).values()}
+    if counts != {expected}:
+        raise Refused(f"the sampler must return {expected} responses, but returned {counts}")
 
 
 @torch.no_grad()
 def next_logits(model, cache, ids, mask, positions):
     """The logits (n, V) of the token after ids (n, L), whose keys and values go into the cache."""
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        cache=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache,
+                   use_cache=True, logits_to_keep=1)
     return output.logits[:, -1]
 
 
@@ -78,7 +77,6 @@ def next_tokens(logits, temperature):
 
 def prefill(model, cache, prompts, group_size):
     """Read each prompt once, and then copy its keys and values for each response of its group.
-
     Returns the logits (B, V) of the first tokens, and the mask (B, L) of the prompts, which are
     padded on the left so that all responses start in the same column."""
     ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
@@ -92,17 +90,13 @@ def prefill(model, cache, prompts, group_size):
     return logits[copies], mask[copies]
 
 
-# ---- the sampler for CPUs ------------------------------------------------------------------------
-
-
 def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids):
-    """Sample `group_size` responses to each prompt at `temperature` (0: greedy).
-
-    prompts: lists of token ids; end_ids (n,): the ids that end a response. Returns the B responses,
-    group by group, as lists of token ids with the end token, and their log-probs (B, max_length),
-    0 after the end (at temperature 0, those of temperature 1). A sampler of your own may return a
-    third list, Rollout.is_sampled. (model.generate would apply the top_k and top_p of a checkpoint.
-    The responses would not come from the policy whose log-probs the update computes.)"""
+    """Sample `group_size` responses to each prompt at `temperature` (0: greedy). prompts: lists of
+    token ids; end_ids (n,): the ids that end a response. Returns the B responses, group by group,
+    as lists of token ids with the end token, and their log-probs (B, max_length), 0 after the end
+    (at temperature 0, those of temperature 1). A sampler of your own may return a third list,
+    Rollout.is_sampled. (model.generate would apply the top_k and top_p of a checkpoint, and so
+    sample from another policy than the one whose log-probs the update computes.)"""
     cache = DynamicCache(config=model.config)
     logits, mask = prefill(model, cache, prompts, group_size)
     unfinished = torch.arange(len(mask), device=mask.device)  # the response of each row
@@ -129,12 +123,8 @@ def dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids
     return responses, log_probs
 
 
-# ---- the sampler for CUDA ------------------------------------------------------------------------
-
-
 def static_rollout(model, prompts, group_size, max_length, temperature, end_ids):
     """dynamic_rollout for CUDA: fixed shapes, and one CUDA graph that samples a token of each row.
-
     Decoding one token launches hundreds of small kernels, which takes longer than running them. A
     CUDA graph records the kernels once, and then launches all of them with one call, which repeats
     the same work on the same memory. So no tensor may change its shape or its place, finished
@@ -176,13 +166,18 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
 
 
 def run_and_capture(decode):
-    """Run `decode` once, record it in a CUDA graph, and return the function that replays it."""
-    stream = torch.cuda.Stream()  # the first run is on a stream of its own, as PyTorch requires
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    """Run `decode` once, record it in a CUDA graph, and return the function that replays it.
+    Refused: it cannot be recorded. After such an error, torch may stay on the side stream."""
+    side = side_stream()  # the first run is on another stream, as PyTorch requires
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         decode()
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode()  # is recorded and not run
+    try:
+        with torch.cuda.graph(graph, stream=side):
+            decode()  # is recorded and not run
+    except RuntimeError as error:
+        raise Refused(f"this model cannot be recorded in a CUDA graph ({error!r:.200}). Use "
+                      "main(generate=train_math.dynamic_rollout)") from error
     return graph.replay

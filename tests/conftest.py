@@ -231,6 +231,20 @@ def model(tiny):
     return tiny[0]
 
 
+class PretendedCuda(str):
+    """A name of the CPU that torch accepts, and whose type is "cuda" for all who ask."""
+
+    type = "cuda"
+
+
+@pytest.fixture
+def pretend_cuda(model, monkeypatch):
+    """The tiny model says that it is on a CUDA device."""
+    device = property(lambda self: PretendedCuda("cpu"))
+    monkeypatch.setattr(type(model), "device", device, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
 @pytest.fixture
 def prompts(tiny):
     """Two prompts of different lengths for this model."""

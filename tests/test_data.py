@@ -6,6 +6,7 @@ import pytest
 
 import support.task
 import train_math
+from support.task import Refused
 from tests.conftest import parity_reward, settings, sums
 
 ROWS = sums(15)
@@ -56,17 +57,45 @@ def test_a_data_set_of_the_hub_is_asked_for_by_its_name(monkeypatch, name, asked
 
 @pytest.mark.parametrize("row", [
     {"question": "?"}, {"question": "?", "answer": "one"}, {"question": "", "answer": "1"},
-    {"problem": "?", "answer": "1"}, {"question;answer": "?;1"}])
+    {"question": " ", "answer": "1"}, {"question": 3, "answer": "1"}, {"answer": "1"}, "1+1?",
+    {"question": "?", "answer": "1", "level": 2}, {"question": "?", "answer": ""},
+    {"question": "?", "answer": None}])
 def test_a_row_that_cannot_be_used_is_shown(tmp_path, row):
+    """All but the second one are refused with a reward of the user's own, too."""
     (tmp_path / "q.jsonl").write_text(lines([*ROWS, row]))
-    with pytest.raises(ValueError, match="'42' or '... #### 42'") as error:
-        load(tmp_path / "q.jsonl")
-    assert str(row) in str(error.value)
+    is_number = row == {"question": "?", "answer": "one"}
+    for reward in train_math.correctness_reward, *[parity_reward] * (not is_number):
+        with pytest.raises(Refused, match="'42' or '... #### 42'") as error:
+            load(tmp_path / "q.jsonl", reward)
+        assert str(row) in str(error.value)
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("q.csv", "question,answer\n1+1?,2\nHow many, then?,3\n", "'How many', ' then\\?', '3'"),
+    ("q.csv", "question,topic,answer\n1+1?,2\n", "this row: .'1\\+1\\?', '2'"),
+    ("q.csv", "question,answer,answer\n1+1?,2,3\n", "has the columns .*'answer', 'answer'"),
+    ("q.csv", 'question,answer\n1+1?,2\n"1+2?,3\n', "q.csv cannot be read: unexpected end of data"),
+    ("q.csv", "question;answer\n1+1?;2\n", "'question;answer': '1\\+1\\?;2'"),
+    ("q.csv", "question,answer\n", "has no rows to train on"), ("q.csv", "", "has no rows"),
+    ("q.jsonl", "", "has no rows"), ("test.jsonl", lines(ROWS), "no rows .* splits: .'test'"),
+    ("q.jsonl", lines(ROWS[:2]) + "{\n", "q.jsonl cannot be read: Expecting"),
+    ("q.json", "[1, 2]", "cannot be used: 1")])
+def test_a_damaged_or_empty_file_is_refused(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(Refused, match=words):
+        load(tmp_path if name == "test.jsonl" else tmp_path / name)
+
+
+def test_a_file_in_another_encoding_or_place_is_refused(tmp_path):
+    (tmp_path / "q.csv").write_bytes("question,answer\nWie groß?,1\n".encode("latin-1"))
+    for name, words in ("q.csv", "'utf-8' codec"), ("none.csv", "No such file .*none.csv"):
+        with pytest.raises(SystemExit, match=words):
+            train_math.main(["--dataset", str(tmp_path / name)])
 
 
 @pytest.mark.parametrize("name, kind", [("q.jsonl", lines), ("q.csv", csv)])
 def test_answers_stay_as_they_are_written(tmp_path, name, kind):
-    answers = ["26", "007", "NA", "TRUE", "null", "2024-01-02", ""]
+    answers = ["26", "007", "NA", "TRUE", "null", "2024-01-02"]
     rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
     (tmp_path / name).write_text(kind(rows))
     assert load(tmp_path / name, parity_reward, eval_size=0) == (rows, [])

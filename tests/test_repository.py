@@ -23,15 +23,15 @@ FOLDERS = "support", "tools", "lesson", "homework", "guides", "evidence"
 MAY_IMPORT = {
     "copy", "itertools", "time", "dataclasses", "typing", "torch", "tqdm", "transformers", "gspo",
     "support"}
-MAY_SUPPORT_IMPORT = {"torch", "tqdm", "transformers", "datasets"}
+MAY_SUPPORT_IMPORT = {"torch", "tqdm", "transformers", "datasets", "filelock"}
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENDMARKER}
-SUPPORT_LINES = 200  # of each file
+SUPPORT_LINES = {"all": 730, "sampling.py": 230}  # and 200 of each other file
 MATHS_LINES = 270  # of gspo.py
-ALL_LINES = 1250  # of gspo.py, train_math.py and support/
-LIMITS = {"lines": 380, "tokens": 2700, "tokens per code line": 11, "columns": 100}
+ALL_LINES = 1400  # of gspo.py, train_math.py and support/
+LIMITS = {"lines": 400, "tokens per code line": 11, "columns": 100}
 WITH_ANOTHER = {  # is installed with it
-    "filelock": "transformers", "safetensors": "transformers", "tokenizers": "transformers",
+    "safetensors": "transformers", "tokenizers": "transformers",
     "PIL": "matplotlib"}
 # Only some comparisons, configurations and tests need these:
 OPTIONAL = {"trl", "verl", "peft", "packaging", "yaml"}
@@ -120,8 +120,6 @@ class TestTree:
             names = imported_by(source_of(path))
             assert not names & set(modules[i + 1:]), path
             assert not any(name.split(".")[0] == "tests" for name in names), path
-            is_core = path == "train_math.py" or path.startswith("support/")
-            assert is_core or "support" not in packages(source_of(path)), path
 
 
 class TestSize:
@@ -143,7 +141,8 @@ class TestSize:
             if path.name != "__init__.py":
                 density = sizes(source)["tokens per code line"]
                 assert density <= LIMITS["tokens per code line"], path.name
-        assert len(lines) > 4 and max(lines.values()) <= SUPPORT_LINES, lines
+        assert len(lines) > 4 and sum(lines.values()) <= SUPPORT_LINES["all"], lines
+        assert all(n <= SUPPORT_LINES.get(name, 200) for name, n in lines.items()), lines
         for name in "gspo.py", "train_math.py":
             lines[name] = len(source_of(name).splitlines())
         assert lines["gspo.py"] <= MATHS_LINES and sum(lines.values()) <= ALL_LINES, lines

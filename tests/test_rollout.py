@@ -17,9 +17,11 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import support.sampling
 import train_math
-from support import sampling
+from support import models, sampling
 from support.sampling import dynamic_rollout, end_tokens, next_tokens, static_rollout
+from support.task import Refused
 from tests.conftest import QUESTIONS, encoded, rollout_of, settings, spy, sums, train
 from tools.warm_up import tiny_tokenizer
 
@@ -118,8 +120,9 @@ class Graph(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def record(graph):
+def record(graph, stream):
     """Stands for torch.cuda.graph."""
+    assert stream is sampling.side_stream(), "cuBLAS keeps a workspace for each stream"
     random_state = torch.get_rng_state()
     with graph:
         yield
@@ -139,20 +142,6 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(Graph, "replays", 0)
-
-
-class PretendedCuda(str):
-    """A name of the CPU that torch accepts, and whose type is "cuda" for all who ask."""
-
-    type = "cuda"
-
-
-@pytest.fixture
-def pretend_cuda(model, monkeypatch):
-    """The tiny model says that it is on a CUDA device."""
-    device = property(lambda self: PretendedCuda("cpu"))
-    monkeypatch.setattr(type(model), "device", device, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
 # ---- the samplers --------------------------------------------------------------------------------
@@ -246,7 +235,7 @@ class TestBothSamplers:
             assert len({tuple(response) for response in responses}) > 10, "numbers are not fresh"
             assert_log_probs_of_the_update(model, prompts, 8, responses, sampled, 0.7)
             responses, sampled = train_math.generate(model, prompts, 8, 20, 0.7, ends)
-            copied = sampling.float16_copy(model).float()
+            copied = copy.deepcopy(model).half().float()
             assert_log_probs_of_the_update(copied, prompts, 8, responses, sampled, 0.7, 0.05)
 
     @pytest.mark.parametrize("kind", ["Qwen3", "LFM2", "GPT-2", "windows"])
@@ -292,6 +281,15 @@ class TestAReplayedGraph:
         assert runs[0] == runs[1] != runs[2] and Graph.replays > 0
         assert len({tuple(response) for response in runs[0]}) > 8
 
+    def test_that_cannot_be_recorded_is_refused_with_the_way_out(
+            self, graphs, model, prompts, monkeypatch):
+        """A tensor is read by the CPU in the middle of the forward pass."""
+        forward = model.forward
+        monkeypatch.setattr(model, "forward", lambda *arguments, **more: (
+            more["input_ids"].sum().item(), forward(*arguments, **more))[1])
+        with pytest.raises(Refused, match=r"main\(generate=train_math.dynamic_rollout\)"):
+            static_rollout(model, prompts, 2, 5, 1.0, FREQUENT_ENDS)
+
 
 @pytest.fixture
 def chosen(monkeypatch):
@@ -327,10 +325,19 @@ class TestWhichSampler:
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
     def test_on_cuda_it_is_the_dynamic_one_for_a_model_that_was_not_tried(
-            self, model, prompts, chosen, pretend_cuda):
+            self, model, prompts, chosen, pretend_cuda, monkeypatch, capsys):
+        """One note says so, and how to try the other one."""
         model.config.model_type = "gpt2"
+        models.note.cache_clear()
+        for _ in range(2):
+            train_math.generate(model, prompts, 2, 3, 1.0, FREQUENT_ENDS)
+        assert len(chosen[dynamic_rollout]) == 2 and not chosen[static_rollout]
+        hint = "support.sampling.TRIED.add('gpt2')"
+        assert capsys.readouterr().out.count(hint) == 1
+        monkeypatch.setattr(sampling, "TRIED", {*sampling.TRIED})
+        exec(hint, {"support": support})
         train_math.generate(model, prompts, 2, 3, 1.0, FREQUENT_ENDS)
-        assert len(chosen[dynamic_rollout]) == 1 and not chosen[static_rollout]
+        assert len(chosen[static_rollout]) == 1
 
     def test_no_responses_without_finite_log_probs_are_accepted(self, model, prompts, pretend_cuda):
         model.lm_head.weight.data[5] = math.nan

@@ -16,9 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import train_math
 from gspo import gspo_loss
+from support.runs import locked
+from support.sampling import dynamic_rollout
+from support.task import Refused
 from tests.conftest import (
     TOP,
     assert_same,
@@ -28,7 +32,6 @@ from tests.conftest import (
     names_in,
     parity_reward,
     run,
-    settings,
     spy,
     sums,
     train,
@@ -36,6 +39,7 @@ from tests.conftest import (
     write_jsonl,
 )
 from tools.logs import read
+from tools.warm_up import tiny_tokenizer
 
 
 class Killed(BaseException):
@@ -112,7 +116,7 @@ class TestResuming:
         with contextlib.suppress(KeyboardInterrupt):
             run(command, tmp_path / "a", reward=reward)
         assert signal.getsignal(signal.SIGINT) is before
-        assert len(json.loads(torch.load(tmp_path / "a" / "state.pt")["rows"])) == saved
+        assert len(torch.load(tmp_path / "a" / "state.pt")["rows"]) == saved
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
 
@@ -135,16 +139,16 @@ class TestResuming:
          "--max_completion_length 7",
          "other values of seed, instruction, system, algorithm, eps_low, eps_high, group_size, "
          "prompts_per_step, minibatches, epochs, learning_rate, temperature, "
-         "max_completion_length."),
-        ("--eval_size 2", "other values of questions. Use another output_dir"),
-        ("--dataset changed.jsonl", "other values of questions. Use another output_dir"),
+         "max_completion_length, prompt."),
+        ("--eval_size 2", "other values of questions. Use another --output_dir"),
+        ("--dataset changed.jsonl", "other values of prompt, questions. Use another --output_dir"),
     ])
     def test_refuses_another_run_by_what_it_has_changed(
             self, command, whole, tmp_path, monkeypatch, flags, words):
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "changed.jsonl", [{"question": "new?", "answer": "1"}] + sums(29))
         before = contents(whole)
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with pytest.raises(SystemExit, match=re.escape(words)):
             run(command, whole, *flags.split())
         assert contents(whole) == before
 
@@ -169,11 +173,55 @@ class TestResuming:
             assert (tmp_path / "model" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_folder_with_a_model_that_is_no_run_is_refused(fresh, tmp_path):
-    (tmp_path / "model").mkdir()
-    with pytest.raises(ValueError, match="has a model, but no state.pt"):
-        train(fresh, output_dir=tmp_path)
-    assert names_in(tmp_path) == {"model"} and not names_in(tmp_path / "model")
+    def test_takes_another_spelling_of_the_model_but_no_other_prompt(
+            self, command, tmp_path, world, chat_model):
+        """The first prompt, as text, shows another chat template."""
+        run(command, tmp_path / "a", "--max_steps", "1")
+        for i, model in enumerate((f"{world}/model/", f"{world}/./model"), 2):
+            rows = run(command, tmp_path / "a", "--model", model, "--max_steps", str(i))
+            assert len(rows) == i + 1
+        with pytest.raises(SystemExit, match="other values of prompt. Use another"):
+            run(command, tmp_path / "a", "--model", str(chat_model), "--max_steps", "4")
+
+    def test_compares_questions_without_columns_such_as_pictures(self, fresh, tmp_path):
+        """The default repr of an object has its address."""
+        for steps in 1, 2:
+            questions = [row | {"picture": object(), "level": None} for row in sums(8)]
+            assert len(train(fresh, questions, max_steps=steps, output_dir=tmp_path)) == steps + 1
+        with pytest.raises(Refused, match="other values of questions"):
+            train(fresh, [row | {"level": 2} for row in questions], output_dir=tmp_path)
+
+    def test_refuses_a_state_that_it_cannot_read(self, fresh, tmp_path):
+        torch.save({"rows": [{"step": 0, "settings": {}}], "user_state": {}}, tmp_path / "state.pt")
+        for content in (tmp_path / "state.pt").read_bytes(), b"{":
+            (tmp_path / "state.pt").write_bytes(content)
+            with pytest.raises(Refused, match="state.pt is damaged or too old"):
+                train(fresh, output_dir=tmp_path)
+            assert (tmp_path / "state.pt").read_bytes() == content
+
+
+class TestAFolder:
+    @pytest.mark.parametrize("name", ["model/", "metrics.jsonl", "eval_0.jsonl", "notes.txt"])
+    def test_with_files_of_something_else_is_refused(self, fresh, tmp_path, name):
+        path = tmp_path / name
+        path.mkdir() if name.endswith("/") else path.write_text("mine")
+        with pytest.raises(Refused, match="has files, but no run. Use another --output_dir"):
+            train(fresh, output_dir=tmp_path)
+        assert names_in(tmp_path) - {"lock"} == {path.name}
+        assert path.is_dir() or path.read_text() == "mine"
+
+    def test_that_another_process_uses_is_refused(self, command, tmp_path):
+        """The same thread may lock it again."""
+        code = ("import sys; from support.runs import locked\n"
+                "with locked(sys.argv[1]): print(flush=True); sys.stdin.read()")
+        other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=TOP,
+                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        other.stdout.readline()
+        with pytest.raises(SystemExit, match="is in use by another process"):
+            run(command, tmp_path)
+        other.communicate()
+        with locked(tmp_path):
+            run(command, tmp_path, "--max_steps", "1")
 
 
 class TestWhatIsSaved:
@@ -181,11 +229,11 @@ class TestWhatIsSaved:
         def bad_loss(*arguments):
             return math.nan * gspo_loss(*arguments)
 
-        own_loss(at_call(3, gspo_loss, bad_loss))
-        with pytest.raises(FloatingPointError, match="step 3: .*--learning_rate"):
+        own_loss(at_call(4, gspo_loss, bad_loss))  # the first one is in the trial
+        with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
             run(command, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
         state = torch.load(tmp_path / "a" / "state.pt")
-        assert len(json.loads(state["rows"])) == 3
+        assert len(state["rows"]) == 3
         assert all(weight.isfinite().all() for weight in state["model"].values())
 
     def test_may_be_saved_more_often_than_it_is_evaluated(self, fresh, tmp_path, monkeypatch):
@@ -252,12 +300,13 @@ class TestTheScript:
     def test_has_these_defaults(self):
         """A changed default is a change for everybody who repeats a run without flags."""
         defaults = vars(train_math.Settings(device="cpu", instruction=""))
+        defaults["output_dir"] = os.path.relpath(defaults["output_dir"])
         assert defaults == {
             "model": "Qwen/Qwen2.5-0.5B-Instruct", "dataset": "openai/gsm8k", "device": "cpu",
             "output_dir": "runs/math", "algorithm": "gspo", "instruction": "", "system": None,
             "seed": 0, "eps_low": None, "eps_high": None, "group_size": 8, "prompts_per_step": 32,
             "minibatches": 4, "epochs": 1, "learning_rate": 1e-6, "max_steps": 200,
-            "temperature": 1.0, "max_completion_length": 512, "micro_batch_tokens": 2048,
+            "temperature": 1.0, "max_completion_length": 512, "micro_batch_tokens": 1024,
             "rollout_rows": 256, "save_steps": 25, "eval_steps": None, "eval_size": 512,
         }
 
@@ -266,7 +315,7 @@ class TestTheScript:
         ("--prompts_per_step 6", "a multiple of --minibatches"), ("--eps_low 0.9997", "0.9997"),
         ("--eps_high 0", "eps_high 0"), ("--group_siz 4", "--group_siz")])
     def test_names_a_wrong_setting(self, flags, words):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(SystemExit, match=words):
             train_math.main(flags.split())
 
     def test_tries_the_reward_before_the_long_work(self, command, tmp_path):
@@ -275,6 +324,67 @@ class TestTheScript:
             run(command, tmp_path, reward=lambda prompts, answers: [0.0], generate=spy(
                 train_math.generate, calls))
         assert [arguments[3] for arguments, _, _ in calls] == [8] and not names_in(tmp_path)
+
+    def test_ends_with_one_line_or_in_the_users_functions_with_a_traceback(
+            self, command, tmp_path):
+        def broken(*arguments, **more):
+            raise ValueError("mine")
+
+        for parts, error, words in (
+                ({"generate": lambda *arguments: ([[3]], torch.zeros(1, 8))}, SystemExit,
+                 "the sampler must return 4 responses"),
+                ({"reward": lambda **columns: [1.0]}, SystemExit, "a list of 4 finite numbers"),
+                ({"reward": broken}, ValueError, "mine"),
+                ({"make_optimizer": broken}, ValueError, "mine")):
+            with pytest.raises(error, match=words):
+                run(command, tmp_path, **parts)
+        with pytest.raises(SystemExit, match=r"^train_math.py: [^\n]{20,}$"):
+            run(command, tmp_path, "--model", "no_model")
+        assert not names_in(tmp_path)
+
+    def test_refuses_a_model_whose_files_lack_weights(self, command, world, tmp_path):
+        shutil.copytree(world / "model", tmp_path / "model")
+        weights = load_file(tmp_path / "model" / "model.safetensors")
+        del weights["model.norm.weight"]
+        save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SystemExit, match="lack weights: .'model.norm.weight'"):
+            run(command, tmp_path / "a", "--model", str(tmp_path / "model"))
+
+    def test_on_a_gpu_that_torch_cannot_use_names_three_ways(self, monkeypatch):
+        monkeypatch.setattr(shutil, "which", lambda name: name)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit, match="PyPI, .*whl/cu126. .*--device cpu"):
+            train_math.main([])
+        assert train_math.parse_settings(["--device", "cpu"]).device == "cpu"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert train_math.parse_settings([]).device == "cpu"
+
+    @pytest.mark.parametrize("flags, is_noted", [("", False), ("--rollout_rows 9", False),
+                                                 ("--prompts_per_step 1280", True)])
+    def test_says_that_a_large_step_takes_long_on_a_cpu(self, command, capsys, flags, is_noted):
+        with pytest.raises(KeyError):
+            train_math.main([*command, *flags.split()], make_optimizer=lambda model: {}[0])
+        assert ("on a CPU, this can take hours" in capsys.readouterr().out) is is_noted
+
+    def test_says_what_has_changed_and_names_a_frequent_response(self, command, tmp_path, capsys):
+        """Of 4 questions, 1 is answered correctly before, and 3 are after the training."""
+        def generate(model, prompts, group_size, max_length, temperature, end_ids):
+            texts = ["#### 12", "#### 0", "#### 0", "x"] if not rows else ["#### 12"] + [
+                f"#### {n}" for n in (13, 24, 1)]
+            if group_size > 1:
+                return dynamic_rollout(model, prompts, group_size, max_length, temperature, end_ids)
+            tokens = tiny_tokenizer()(texts).input_ids
+            return tokens, torch.zeros(len(tokens), max(map(len, tokens)))
+
+        rows = []
+        run(command, tmp_path, "--max_steps", "1", "--max_completion_length", "8",
+            reward=train_math.correctness_reward, generate=generate, on_step=rows.append)
+        shown = capsys.readouterr().out
+        assert "2 of 4 responses in this evaluation are '#### 0'" in shown
+        assert shown.count("responses in this evaluation") == 1
+        assert ("0.25 before and 0.75 after on 4 questions, +0.5 (paired 95% CI +0.01 to +0.99)"
+                in shown)
 
     def test_helps(self, capsys):
         with pytest.raises(SystemExit, match="0"):
@@ -292,7 +402,7 @@ class TestTheScript:
         assert log[0]["eval_reward"] == log[1]["reward"] == 0
         shown = capsys.readouterr().out
         for words in (
-                "26 questions and 4 held-out ones, e.g. 'has 0 figs?", "step 1/3",
+                "26 questions and 4 held-out ones\nthe first prompt: 'has 0 figs?", "step 1/3",
                 "eval_reward 0  (95% CI 0 to 0.49)",
                 "note: no gradient in three steps", "equal_reward_groups 1 "):
             assert words in shown

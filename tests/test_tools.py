@@ -10,6 +10,7 @@ import train_math
 from evidence import compare, lesson_seeds, rounding
 from evidence import sums as evidence_sums
 from homework import find_the_bug
+from support.runs import checksum
 from tests.conftest import one_line, parity_reward, spy, sums, write_jsonl
 from tools import answers, evaluate, logs, plot, warm_up
 from tools.logs import mean_difference, mean_text, paired, read
@@ -175,7 +176,7 @@ class TestEvaluate:
         questions, _ = train_math.load_questions(cfg)
         write_jsonl(run / "metrics.jsonl", [
             {"step": 0, "settings": vars(cfg) | {
-                "questions": train_math.checksum(questions)}}])
+                "questions": checksum(questions)}}])
         path = tmp_path / "after.jsonl"
         command = ["--model", str(run / "model") + "/", "--device", "cpu"]
         evaluate.main([str(path), *command])

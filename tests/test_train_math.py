@@ -4,9 +4,10 @@ Sampling is tested in test_rollout, what a run writes in test_runs, and what is 
 test_bad_inputs. The specification of the maths is test_gspo.py.
 """
 
+import contextlib
 import copy
 import itertools
-import json
+import math
 import re
 import statistics
 
@@ -17,11 +18,13 @@ import torch
 import gspo
 import train_math
 from gspo import group_advantages
+from support.task import Refused
 from test_gspo import RANGE, example
 from tests.conftest import (
     QUESTIONS,
     block,
     constant_reward,
+    encoded,
     names_in,
     parity_reward,
     rollout_of,
@@ -30,7 +33,6 @@ from tests.conftest import (
     sums,
     train,
     weights_of,
-    without_clocks,
 )
 from tools.logs import read
 from tools.warm_up import tiny_model, tiny_tokenizer
@@ -180,17 +182,17 @@ class TestTraining:
         }
         evaluated = {"questions", "reward", "reward_interval", "best_constant"}
         evaluation = {f"eval_{name}" for name in evaluated}
-        assert set(rows[0]) == {"step", "settings"} | evaluation
+        assert set(rows[0]) - {"notes"} == {"step", "settings"} | evaluation
         for row in rows[1:]:
             assert set(row) - evaluation - {"notes"} == metrics, "no texts, for example"
             assert evaluation & set(row) == (evaluation if row["step"] % 2 == 0 else set())
         assert max(row["clip_fraction"] for row in rows[1:]) > 0, "the run learns"
         evaluations = {f"eval_{step}.jsonl" for step in (0, 2, 4, 6)}
-        assert names_in(whole) == {"metrics.jsonl", "model", "state.pt"} | evaluations
+        assert names_in(whole) == {"metrics.jsonl", "model", "state.pt", "lock"} | evaluations
         model, tokenizer = train_math.load(whole / "model", "cpu")
         assert len(tokenizer) == model.config.vocab_size and tokenizer.chat_template
         state = torch.load(whole / "state.pt")
-        assert json.loads(state["rows"]) == rows
+        assert state["rows"] == rows
         torch.testing.assert_close(model.state_dict(), state["model"], rtol=0, atol=0)
 
 
@@ -294,6 +296,65 @@ def test_a_model_whose_sampling_and_update_differ_gives_a_note(tiny):
     assert row["sampler_gap"] > 0.1 and "sampler_gap is above 0.1" in row["notes"][0]
 
 
+class TestTheTrial:
+    def trial(self, fresh, questions=8, **parts):
+        parts = train_math.Parts(reward=parity_reward, **parts)
+        train_math.trial(*fresh, sums(questions), settings(), parts)
+
+    def test_changes_no_weights_and_calls_each_part(self, fresh, own_loss, monkeypatch):
+        """The gradients are not 0, although a constant reward gives all advantages 0."""
+        before = weights_of(fresh[0])
+        rows = []
+        monkeypatch.setattr(train_math, "train_step", spy(train_math.train_step, rows))
+        own = vars(train_math.Parts())
+        calls = {name: [] for name in own if name != "load"}
+        parts = {name: spy(own[name], calls[name]) for name in calls}
+        parts["reward"] = spy(constant_reward, calls["reward"])
+        fresh[0].train()
+        train_math.trial(*fresh, sums(1), settings(), train_math.Parts(**parts))
+        assert all(calls.values()) and rows[0][2]["grad_norm"] > 0
+        assert torch.equal(weights_of(fresh[0]), before) and not fresh[0].training
+        assert all(parameter.grad is None for parameter in fresh[0].parameters())
+
+    @pytest.mark.parametrize("is_own", [False, True])
+    def test_refuses_a_sampler_that_disagrees(self, fresh, is_own):
+        """The sampler uses other logits. A sampler of the user's may round by more."""
+        own = {"generate": lambda *arguments: train_math.generate(*arguments)} if is_own else {}
+        model, _ = fresh
+        for scale, is_refused in (1.001, False), (1.7, not is_own), (50, True):
+            head = copy.deepcopy(model.lm_head)
+            head.weight.data *= scale
+            model.get_output_embeddings = lambda: head  # noqa: B023
+            with pytest.raises(Refused, match="sampler and training disagree") if is_refused else (
+                    contextlib.nullcontext()):
+                self.trial(fresh, **own)
+
+    @pytest.mark.parametrize("most, tokens", [(4, 450), (3, 225), (1, 112), (0, None)])
+    def test_halves_the_micro_batches_until_they_fit_into_the_memory_of_a_gpu(
+            self, tiny, pretend_cuda, most, tokens):
+        """`most` responses of full length fit. All but these are short."""
+        sizes = []
+
+        def response_log_probs(model, batch, temperature):
+            if batch.ids.shape[1] > 80:
+                sizes.append(tuple(batch.ids.shape))
+                if len(batch.ids) > most:
+                    raise torch.OutOfMemoryError
+            return train_math.response_log_probs(model, batch, temperature)
+
+        cfg = settings(max_completion_length=80, micro_batch_tokens=450)
+        parts = train_math.Parts(reward=parity_reward, response_log_probs=response_log_probs)
+        if tokens:
+            train_math.trial(*tiny, sums(8), cfg, parts)
+            assert cfg.micro_batch_tokens == tokens
+        else:
+            with pytest.raises(Refused, match="one response .* a lower --max_completion_length"):
+                train_math.trial(*tiny, sums(8), cfg, parts)
+        longest = max(map(len, encoded(tiny[1], sums(8))))
+        assert sizes[0] == (4, longest + 80)
+        assert all(parameter.grad is None for parameter in tiny[0].parameters())
+
+
 class TestAReward:
     @pytest.mark.parametrize("returned", [
         (1, 2.5), torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy(), map(float, (1, 2.5))])
@@ -301,9 +362,9 @@ class TestAReward:
         def reward(log_metric, **given):
             log_metric("mine", 3)
             assert given == {
-                "question": ["1+1?", "1+2?"], "prompts": ["1+1?", "1+2?"], "completions": ["x", "y"],
-                "tags": [[1], [2]], "completion_ids": [[3], [4, 5]], "cut": [False, True],
-                "step": 7}
+                "question": ["1+1?", "1+2?"], "prompts": ["1+1?", "1+2?"],
+                "completions": ["x", "y"], "tags": [[1], [2]],
+                "completion_ids": [[3], [4, 5]], "cut": [False, True], "step": 7}
             return returned
 
         rollout = rollout_of([[1], [2]], [[3], [4, 5]])
@@ -314,15 +375,18 @@ class TestAReward:
         assert rewards.tolist() == [1, 2.5] and rewards.dtype == torch.float32
         assert metrics == {"mine": 3}
 
-    def test_of_another_length_is_refused(self, fresh):
-        with pytest.raises(ValueError, match="returned 3 values for 16 completions"):
-            train(fresh, reward=lambda **columns: [1.0] * 3)
+    def test_that_is_not_a_finite_number_for_each_completion_is_refused(self, fresh):
+        for returned in [1.0] * 3, [1.0] * 15 + [math.nan], [math.inf] * 16:
+            with pytest.raises(Refused, match="a list of 16 finite numbers is needed"):
+                train(fresh, reward=lambda **columns: returned)  # noqa: B023
+        with pytest.raises(TypeError, match="number, not 'NoneType'"):
+            train(fresh, reward=lambda completions, **columns: [None] * 16)
 
-    def test_gets_the_step_or_none_in_the_trial_and_in_evaluations(self, command, tmp_path):
+    def test_gets_the_step_0_in_the_trial_and_none_in_evaluations(self, command, tmp_path):
         calls = []
         reward = spy(parity_reward, calls)
         train_math.main([*command, "--output_dir", str(tmp_path), "--max_steps", "2"], reward)
-        assert [given["step"] for _, given, _ in calls] == [None, None, 1, 2, None]
+        assert [given["step"] for _, given, _ in calls] == [0, None, 1, 2, None]
 
     def test_may_keep_log_metric_for_a_loss_until_the_step_ends(self, fresh, own_loss):
         def loss(*arguments):

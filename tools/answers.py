@@ -8,8 +8,8 @@ import math
 import sys
 from statistics import fmean
 
+from support.task import extract_answer
 from tools.logs import markdown, mean_text, paired, read
-from train_math import extract_answer
 
 
 def load_answers(path):

@@ -40,6 +40,9 @@ from pathlib import Path
 import torch
 
 import train_math
+from support.runs import checksum
+from support.sampling import TRIED
+from support.task import extract_answer
 from tools.answers import load_answers, samples_table, table, temperatures_of
 from tools.logs import make_writable, read, write
 
@@ -56,7 +59,7 @@ def missing(path, temperatures, samples=1):
 def precision(model, temperature, device):
     """The precision in which `generate` has computed responses at this temperature."""
     is_copy = temperature and torch.device(device).type == "cuda"
-    return "float16" if is_copy and model.config.model_type in train_math.STATIC else "float32"
+    return "float16" if is_copy and model.config.model_type in TRIED else "float32"
 
 
 def fingerprint_of(model, tokenizer):
@@ -104,9 +107,9 @@ def ask(path, name, questions, temperatures, cfg, samples=1, **replaced):
     make_writable(path)
     parts = train_math.Parts(**replaced)
     is_default = parts.reward is train_math.correctness_reward
-    answer_of = train_math.extract_answer if is_default else str.strip  # it votes for the majority
+    answer_of = extract_answer if is_default else str.strip  # it votes for the majority
     settings = {"model": str(name)} | {key: getattr(cfg, key) for key in RECORDED}
-    settings["questions"] = train_math.checksum(questions)
+    settings["questions"] = checksum(questions)
     for part, function in replaced.items():
         settings[part] = getattr(function, "__name__", str(type(function)))
     refuse_another(path, settings)
@@ -153,7 +156,7 @@ def ask_model(args, flags, **replaced):
     questions, held_out = train_math.load_questions(cfg, reward)
     if not held_out:
         sys.exit("evaluate.py: there are no held-out questions")
-    trained_on = train_math.checksum(questions)
+    trained_on = checksum(questions)
     if run.get("questions", trained_on) != trained_on:
         print("note: the run had other training questions, and some of them may be held out here. "
               "To use the same ones, leave --dataset and --eval_size out")

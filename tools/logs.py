@@ -17,7 +17,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from train_math import wilson
+from support.metrics import wilson
 
 STUDENT = {  # number of values: the t of a 95% interval
     2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
