@@ -141,7 +141,7 @@ class TestResuming:
          "prompts_per_step, minibatches, epochs, learning_rate, temperature, "
          "max_completion_length, prompt."),
         ("--eval_size 2", "other values of questions. Use another --output_dir"),
-        ("--dataset changed.jsonl", "other values of prompt, questions. Use another --output_dir"),
+        ("--dataset changed.jsonl", "other values of questions, prompt. Use another --output_dir"),
     ])
     def test_refuses_another_run_by_what_it_has_changed(
             self, command, whole, tmp_path, monkeypatch, flags, words):
