@@ -1,96 +1,105 @@
 """Do the tests notice mistakes in gspo.py, train_math.py and support/?
 
-    python -m tests.mutations [--count 100] [--seed 0] [--files FILE ...]
+    python -m tests.mutations [--list tests/mutations.jsonl] [--output FILE]
 
-Each mutation changes one operator, number, condition or keyword, or leaves out one statement. It is
-caught if a test fails, or takes longer than LIMIT. Texts stay, because most of them are messages.
+The list has 100 deleted statements and 40 changed operators. Each entry names a function, one of
+its statements and, for a changed operator, the expression in it. An entry is caught if a test
+fails, and gone if the code no longer has the statement. Its field "before" is the result for commit
+98f96c1, with the tests of that commit.
 """
 import argparse
 import ast
-import difflib
-import random
+import itertools
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-FILES = ["gspo.py", "train_math.py", *map(str, sorted(Path("support").glob("*.py")))]
 TESTS = ["test_gspo.py", *(f"tests/test_{name}.py" for name in (
-    "answers", "data", "rollout", "train_math", "runs", "pages"))]
+    "train_math", "rollout", "runs", "answers", "data", "pages"))]
+FIRST = {"gspo.py": TESTS[0], "sampling.py": TESTS[2], "runs.py": TESTS[3], "task.py": TESTS[4]}
 LIMIT = 900  # seconds for the tests of one mutation
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, And Or, BitAnd BitOr"
 SWAPPED = {}
 for pair in PAIRS.split(", "):
     one, other = (getattr(ast, name) for name in pair.split())
     SWAPPED |= {one: other, other: one}
-STATEMENTS = ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Delete, ast.If
 
 
-def mutate(source, rng):
-    """The source with one change at a random place, or None if that place allows none."""
+def mutate(source, entry, is_elsewhere):
+    """The source with this mutation, or None if it has no such statement in this function or, if
+    is_elsewhere, in any other function."""
     tree = ast.parse(source)
-    node = rng.choice(list(ast.walk(tree)))
-    if isinstance(getattr(node, "value", None), ast.Constant):  # a docstring, for example
-        return None
-    operator = getattr(node, "ops", [getattr(node, "op", None)])[0]
-    if type(operator) in SWAPPED:
-        swapped = SWAPPED[type(operator)]()
-        if isinstance(node, ast.Compare):
-            node.ops[0] = swapped
-        else:
-            node.op = swapped
-    elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
-        node.value = not node.value if isinstance(node.value, bool) else node.value * 2 or 1
-    elif isinstance(node, (ast.If, ast.IfExp, ast.While)) and rng.random() < 0.5:
-        node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif isinstance(node, ast.Call) and node.keywords:
-        del node.keywords[rng.randrange(len(node.keywords))]
-    elif isinstance(node, STATEMENTS):
-        for parent in ast.walk(tree):
+    for function in ast.walk(tree):
+        has_name = getattr(function, "name", None) == entry["function"]
+        if not isinstance(function, ast.FunctionDef) or has_name == is_elsewhere:
+            continue
+        for parent in ast.walk(function):
             for block in vars(parent).values():
-                if isinstance(block, list) and node in block:
-                    block[block.index(node)] = ast.Pass()
-    changed = ast.unparse(ast.fix_missing_locations(tree))
-    return changed if changed != ast.unparse(ast.parse(source)) else None
+                for i, node in enumerate(block if isinstance(block, list) else ()):
+                    if isinstance(node, ast.stmt) and matches(node, entry):
+                        if "operator" not in entry:
+                            block[i] = ast.Pass()
+                        elif not swap(node, entry["operator"]):
+                            continue
+                        return ast.unparse(ast.fix_missing_locations(tree))
+    return None
+
+
+def matches(node, entry):
+    text = ast.unparse(node)
+    return entry["statement"] == (text.partition("\n")[0] if "operator" in entry else text)
+
+
+def swap(statement, expression):
+    """Change the operator of this expression in the statement. False: it is not there."""
+    for node in ast.walk(statement):
+        kinds = ast.Compare, ast.BinOp, ast.BoolOp
+        if isinstance(node, kinds) and ast.unparse(node) == expression:
+            if isinstance(node, ast.Compare):
+                node.ops[0] = SWAPPED[type(node.ops[0])]()
+            else:
+                node.op = SWAPPED[type(node.op)]()
+            return True
+    return False
 
 
 def is_caught(file, source):
-    """Whether a test fails if this file has this source. None: the script cannot be imported."""
+    """Whether a test fails if this file has this source."""
     with tempfile.TemporaryDirectory() as folder:
         ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__")
         shutil.copytree(".", folder, ignore=ignored, dirs_exist_ok=True)
         Path(folder, file).write_text(source, encoding="utf-8")
-        quiet = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        if subprocess.run([sys.executable, "-c", "import train_math"], **quiet).returncode:
-            return None
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", *TESTS]
+        tests = dict.fromkeys([FIRST.get(file.name, TESTS[1]), *TESTS])
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", *tests]
         try:
-            return subprocess.run(command, timeout=LIMIT, **quiet).returncode != 0
+            result = subprocess.run(command, timeout=LIMIT, cwd=folder, capture_output=True)
+            return result.returncode != 0
         except subprocess.TimeoutExpired:
             return True
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--files", nargs="+", default=FILES, help="the files to change")
+    parser.add_argument("--list", default="tests/mutations.jsonl")
+    parser.add_argument("--output", help="write the list with the results here")
     args = parser.parse_args()
-    sources = {file: Path(file).read_text(encoding="utf-8") for file in args.files}
-    sizes = [len(source) for source in sources.values()]
-    rng = random.Random(args.seed)
-    caught = []
-    while len(caught) < args.count:
-        (file,) = rng.choices(list(sources), sizes)
-        changed = mutate(sources[file], rng)
-        found = None if changed is None else is_caught(file, changed)
-        if found is not None:
-            caught.append(found)
-            before = ast.unparse(ast.parse(sources[file])).split("\n")
-            lines = [x for x in difflib.ndiff(before, changed.split("\n")) if x[0] in "+-"]
-            print("caught" if found else "survived", file, *lines, sep="\n", flush=True)
-    print(f"{sum(caught)} of {len(caught)} are caught")
+    files = [Path("gspo.py"), Path("train_math.py"), *sorted(Path("support").glob("*.py"))]
+    for line in Path(args.list).read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        entry["now"] = "gone"
+        for is_elsewhere, file in itertools.product((False, True), files):
+            changed = mutate(file.read_text(encoding="utf-8"), entry, is_elsewhere)
+            if changed:
+                entry["now"] = "caught" if is_caught(file, changed) else "survived"
+                break
+        text = entry.get("operator", entry["statement"]).partition("\n")[0]
+        print(f"{entry['before']} before, now {entry['now']}: {entry['function']}, {text}", flush=True)
+        if args.output:
+            with open(args.output, "a", encoding="utf-8") as output:
+                output.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
