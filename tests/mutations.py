@@ -96,7 +96,7 @@ def main():
                 entry["now"] = "caught" if is_caught(file, changed) else "survived"
                 break
         text = entry.get("operator", entry["statement"]).partition("\n")[0]
-        print(f"{entry['before']} before, now {entry['now']}: {entry['function']}, {text}", flush=True)
+        print(entry["before"], "before, now", entry["now"], entry["function"], text, flush=True)
         if args.output:
             with open(args.output, "a", encoding="utf-8") as output:
                 output.write(json.dumps(entry, ensure_ascii=False) + "\n")
