@@ -4,14 +4,13 @@ r"""Fine-tune a small language model with GSPO on questions whose answers can be
     python -m lesson.tiny             the same script on a tiny model: any CPU, one or two minutes
 
 What other trainers have, and this script leaves out:
-  1. A KL penalty and a reference model. Only the clip limits how far the policy moves.
-  2. An inference engine. The sampler below uses the weights that are trained.
-  3. Sharding, mixed precision and LoRA. There is one process, one GPU, and float32.
-  4. Schedules. The learning rate falls linearly to a tenth, and the gradient norm is at most 1.
+  1. A KL penalty and a reference model. Only the clip responds to how far the policy has moved.
+  2. An inference engine. Our own sampler uses the trained weights (on CUDA, a float16 copy).
+  3. Sharding, mixed precision and LoRA. There is one process, one GPU, and float32 weights.
+  4. Schedules but one: the learning rate falls linearly to a tenth. The gradient norm is at most 1.
 
 In this file a *step* is one rollout with all its updates. (In TRL and Hugging Face, a step is one
-optimizer step.) log s is the logarithm of a response's importance ratio. For your own task, write a
-reward: `train_math.main(reward=my_reward)`. For your own loss, add to ALGORITHMS.
+optimizer step.) log s is the logarithm of a response's importance ratio.
 """
 import itertools
 import time
@@ -75,17 +74,18 @@ class Settings:
     minibatches: int = flag(4, "optimizer steps per epoch")
     epochs: int = flag(1, "passes over each rollout")
     learning_rate: float = flag(1e-6, "of AdamW; decreases linearly to a tenth at max_steps")
-    max_steps: int = flag(200, "number of rollouts")
+    max_steps: int = flag(200, "rollouts; with more of them, a resumed run has a higher rate again")
     temperature: float = flag(1.0, "sampling temperature; log-probs are computed at it, too")
     max_completion_length: int = flag(512, "tokens per response; a longer response is cut")
     micro_batch_tokens: int | None = flag(None, "tokens per forward pass; default: by GPU memory")
     rollout_rows: int = flag(256, "responses sampled at once; half as many if greedy")
     save_steps: int = flag(25, "rollouts between two saves of the run")
     eval_steps: int | None = flag(None, "rollouts between two evaluations; default: save_steps")
-    eval_size: int = flag(512, "held-out questions, at most a fifth of a file; 0: no evaluation")
+    eval_size: int = flag(512, "the first test questions, or at most a fifth of a file; 0: none")
 
     def __post_init__(self):
-        """ValueError: two settings do not fit, or torch cannot use the GPU."""
+        if min(self.minibatches, self.epochs, self.save_steps, self.eval_size + 1) < 1:
+            raise ValueError("--minibatches, --epochs and --save_steps must be above 0")
         if self.prompts_per_step % self.minibatches:
             raise ValueError("--prompts_per_step must be a multiple of --minibatches")
         group_advantages(torch.zeros(self.group_size), self.group_size)  # checks the size
@@ -103,7 +103,7 @@ class Settings:
 def parse_settings(argv=None):
     """The command line, or the words of argv, as Settings. ValueError: they cannot be used."""
     parser = HfArgumentParser(Settings, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    return parser.parse_args_into_dataclasses(argv)[0]
+    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)[0]
 
 
 # ---- prompts and responses -----------------------------------------------------------------------
@@ -115,8 +115,9 @@ def encode_prompts(tokenizer, questions, cfg):
     for row in questions:
         text = f"{row['question']}\n{cfg.instruction}"
         chats.append([*system, {"role": "user", "content": text}])
-    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=False,
-                                         return_dict=True).input_ids
+    return tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_dict=True, enable_thinking=False,
+        strftime_now=lambda form: "26 Jul 2024").input_ids  # some templates have the date of today
 
 
 @dataclass
@@ -229,7 +230,7 @@ class Parts:
     """The functions that main(), train() and evaluate() let you replace: main(reward=my_reward)."""
     reward: Callable = correctness_reward
     load: Callable = load  # main() calls it with the name of the model and the device
-    make_optimizer: Callable = adamw  # train() calls it with the model
+    make_optimizer: Callable = adamw  # for a model, always a new one
     encode_prompts: Callable = encode_prompts
     generate: Callable = generate
     sample: Callable = sample
@@ -305,9 +306,8 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 # ---- evaluation, the training loop, and the script -----------------------------------------------
 
 def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **replaced):
-    """The mean reward of `group_size` responses to each question; greedy decoding by default. With
-    the default reward, eval_last_number is the accuracy if the last number of a response counts as
-    its answer, whatever its format. eval_results has a dict for each response."""
+    """Mean reward of `group_size` responses to each question; greedy by default. For the default
+    reward, also eval_last_number, the accuracy if the last number counts, whatever its format."""
     parts = Parts(**replaced)
     model.eval()  # without dropout
     asked = [row for row in questions for _ in range(group_size)]
@@ -326,10 +326,10 @@ def train(cfg, model, tokenizer, questions, held_out=(), on_step=None, **replace
     questions, held_out: dicts with a "question" and the columns that the reward needs. on_step:
     called with the row of each step, such as wandb.log; it may add to it, and ends the run if it
     returns True. replaced: functions in place of those in Parts, by their names. Without an
-    output_dir, nothing is written. Returns the rows. Refused: another run is in the output_dir."""
+    output_dir, nothing is written or printed. Returns the rows. Refused: see Run in support/."""
     model.eval()  # without dropout, which would give each forward pass other log-probs
     torch.set_float32_matmul_precision("highest")  # some Docker images switch TF32 on
-    questions = list(questions)
+    questions, held_out = list(questions), list(held_out)
     parts = Parts(**replaced)
     optimizer = parts.make_optimizer(model)
     optimizer.zero_grad()  # a gradient may be left over from an earlier use of the model
@@ -364,7 +364,7 @@ def trial(model, tokenizer, questions, cfg, parts):
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
     tqdm.write(f"the first prompt: {tokenizer.decode(prompts[0])!r}")
     model.eval()
-    optimizer = parts.make_optimizer(model)  # a second one, whose memory is used until the end
+    optimizer = parts.make_optimizer(model)  # its memory counts in fit_micro_batch
     short = replace(cfg, group_size=2, minibatches=1, epochs=1, learning_rate=0,
                     max_completion_length=8)
     with_gradient = replace(parts, build_minibatches=build_minibatches)
@@ -386,8 +386,8 @@ def main(argv=None, reward=correctness_reward, on_step=None, **replaced):
     except (OSError, ValueError) as error:
         raise SystemExit("train_math.py: " + " ".join(str(error).split())) from None
     tqdm.write(f"{len(questions)} questions and {len(held_out)} held-out ones")
-    sampled = cfg.prompts_per_step * cfg.group_size * cfg.max_completion_length
-    if cfg.device == "cpu" and sampled > 30_000:
+    tokens = cfg.prompts_per_step * cfg.group_size * cfg.max_completion_length
+    if cfg.device == "cpu" and tokens > 30_000:  # in each step
         tqdm.write("note: on a CPU, this can take hours; guides/own_task.md has smaller settings")
     try:
         trial(model, tokenizer, questions, cfg, parts)

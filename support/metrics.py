@@ -96,12 +96,13 @@ def wilson(successes, n):
 
 def outcome(before, after):
     """What a run has changed, in words. before, after: the results of two evaluations."""
-    pairs = [(x["reward"], y["reward"]) for x, y in zip(before, after)]
+    last = {result["question"]: result["reward"] for result in after}
+    pairs = [(x["reward"], last[x["question"]]) for x in before if x["question"] in last]
     differences = [y - x for x, y in pairs]
     half = 1.96 * pstdev(differences) / len(pairs) ** 0.5  # paired, normal approximation
     change = fmean(differences)
-    first, last = map(fmean, zip(*pairs))
-    return (f"{first:.3g} before and {last:.3g} after on {len(pairs)} questions, {change:+.3g} "
+    first, final = map(fmean, zip(*pairs))
+    return (f"{first:.3g} before and {final:.3g} after on {len(pairs)} questions, {change:+.3g} "
             f"(paired 95% CI {change - half:+.3g} to {change + half:+.3g})")
 
 

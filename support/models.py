@@ -25,7 +25,7 @@ def load(name, device):
 
 def adamw(model):
     """The optimizer of this model. train_step sets its learning rate. Refused: a weight is in half
-    precision, which rounds most updates to nothing and changes ratios by more than they do."""
+    precision, which rounds most updates to nothing, and ratios by more than an update."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.element_size() < 4:
             raise Refused(f"{name} is in {parameter.dtype}. Load all weights in float32")
@@ -33,7 +33,7 @@ def adamw(model):
 
 
 def clip_gradients(model):
-    """Scale the gradients to a norm of at most 1. Returns what it was, if that is finite."""
+    """Scale the gradients to a norm of at most 1. Returns the norm before, which must be finite."""
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 

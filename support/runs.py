@@ -34,7 +34,7 @@ class Run:
         self.tokenizer = tokenizer
         self.optimizer = optimizer
         low, high = cfg.clip_range()
-        self.settings = plain(vars(cfg) | {"eps_low": low, "eps_high": high, "output_dir": None,
+        self.settings = as_json(vars(cfg) | {"eps_low": low, "eps_high": high, "output_dir": None,
                                            "questions": checksum(questions)})
         self.fingerprint = self.settings | {"prompt": prompt}
         self.rows = []
@@ -42,8 +42,8 @@ class Run:
         self.folder = Path(cfg.output_dir) if cfg.output_dir else None
         if self.folder and (self.folder / "state.pt").exists():
             self.resume()
-        elif self.folder and {"lock", "partial"} < {"lock", "partial", *os.listdir(self.folder)}:
-            raise Refused(f"{self.folder} has files, but no run. Use another --output_dir")
+        elif self.folder and (others := set(os.listdir(self.folder)) - {"lock", "partial"}):
+            raise Refused(f"{self.folder} has {min(others)}, but no run. Use another --output_dir")
 
     def resume(self):
         try:
@@ -51,21 +51,22 @@ class Run:
             begun_with = state["settings"]
         except Exception as error:  # torch.load raises many kinds
             raise Refused(f"{self.folder}/state.pt is damaged or too old: {error!r:.99}") from error
-        changed = [name for name, value in begun_with.items()
-                   if name not in MAY_CHANGE and value != self.fingerprint.get(name)]
+        changed = {name: value for name, value in begun_with.items()
+                   if name not in MAY_CHANGE and value != self.fingerprint.get(name)}
         if changed:
-            raise Refused(f"the run in {self.folder} has other values of {', '.join(changed)}. Use "
+            raise Refused(f"the run in {self.folder} was begun with {changed!s:.500}. Use this, or "
                           "another --output_dir")
         self.rows, self.results = state["rows"], state["results"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        tqdm.write(f"resuming the run in {self.folder} after step {self.rows[-1]['step']}")
+        tqdm.write(f"resuming the run of {begun_with['model']} in {self.folder} after step "
+                   f"{self.rows[-1]['step']}. Another model or reward needs another --output_dir")
         self.report()
 
     def add(self, row, results, is_saved):
         """Add the row of the next step and the results of its evaluation, and report them."""
-        self.rows.append(plain(row))
-        self.results = plain(results)
+        self.rows.append(as_json(row))
+        self.results = as_json(results)
         if self.folder and is_saved:
             self.save()
         if self.folder:
@@ -149,14 +150,14 @@ def unused_questions(questions, cfg, steps):
 
 
 def checksum(questions):
-    """Of the columns that are texts, numbers or None. (A picture's repr may have its address.)"""
+    """Of the columns that are texts, numbers or None: a picture's repr may have its address."""
     kinds = str, int, float, type(None)
     kept = [{k: v for k, v in row.items() if isinstance(v, kinds)} for row in questions]
     return zlib.crc32(repr(kept).encode())
 
 
-def plain(value):
-    """As JSON has it: tensors and arrays are numbers or lists, and any other object is a text."""
+def as_json(value):
+    """The value as JSON has it: tensors become numbers or lists, and other objects texts."""
     return json.loads(json.dumps(
         value, default=lambda other: other.tolist() if hasattr(other, "tolist") else str(other)))
 

@@ -17,7 +17,7 @@ side_stream = functools.cache(lambda: torch.cuda.Stream())  # cuBLAS keeps memor
 
 def generate(model, prompts, group_size, max_length, temperature, end_ids):
     """dynamic_rollout, or on CUDA the faster static_rollout. Responses to train on come from a
-    float16 copy of the weights, a slightly different policy, in less than half of the time."""
+    float16 copy of the weights: a slightly different policy, in less than half of the time."""
     arguments = prompts, group_size, max_length, temperature, end_ids
     kind = model.config.model_type
     if model.device.type != "cuda":
@@ -33,7 +33,7 @@ def generate(model, prompts, group_size, max_length, temperature, end_ids):
             parameter.data = parameter.data.half()
     responses, log_probs = static_rollout(model, *arguments)
     if not log_probs.isfinite().all():
-        raise FloatingPointError("not finite. Try main(generate=train_math.dynamic_rollout)")
+        raise FloatingPointError("log-probs are NaN. Try main(generate=train_math.dynamic_rollout)")
     return responses, log_probs
 
 
@@ -49,9 +49,9 @@ def end_tokens(model, tokenizer):
 
 def check_rollout(rollout, expected):
     """Refused: this Rollout does not have an entry for each expected response in each field."""
-    counts = {len(entries) for entries in vars(rollout).values()}
-    if counts != {expected}:
-        raise Refused(f"the sampler must return {expected} responses, but returned {counts}")
+    for name, entries in vars(rollout).items():
+        if len(entries) != expected:
+            raise Refused(f"the sampler returned {len(entries)} {name} instead of {expected}")
 
 
 @torch.no_grad()
@@ -166,8 +166,7 @@ def static_rollout(model, prompts, group_size, max_length, temperature, end_ids)
 
 
 def run_and_capture(decode):
-    """Run `decode` once, record it in a CUDA graph, and return the function that replays it.
-    Refused: it cannot be recorded. After such an error, torch may stay on the side stream."""
+    """Run `decode` once, record it in a CUDA graph, and return the function that replays it."""
     side = side_stream()  # the first run is on another stream, as PyTorch requires
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -13,7 +13,7 @@ ENDINGS = ".jsonl", ".json", ".csv"  # what load_rows reads
 # A comma belongs to a number only between groups of three digits. v4 and 1e5 are no numbers.
 NUMBER = (r"(?<![A-Za-z0-9.])(?:-\s*)?"
           r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-          r"(?![0-9]*[A-Za-z]+[0-9])")
+          r"(?!\.?[0-9]*[A-Za-z]+[0-9])")
 
 
 class Refused(ValueError):
@@ -62,9 +62,9 @@ def answer_place(text):
 
 def plain(text):
     """The text without LaTeX spaces and currency signs. After a number, a minus is an operator."""
-    text = re.sub(r"\{,\}|\\,|,\\!", ",", text.replace("−", "-"))
+    text = re.sub(r"\{,\}|\\,|,\\!", ",", re.sub("[−–]", "-", text))
     text = re.sub(r"[\\$€£]", "", text)
-    return re.sub(r"(?<=[0-9)])\s*-", " ", text)
+    return re.sub(r"(?<=[0-9)])[^\S\n]*-", " ", text)
 
 
 def canonical(number):  # '1,080.50' as '1080.5', and '-0' as '0'
@@ -82,9 +82,9 @@ def score(reward, rollout, cfg, step=None, **more):
     metrics = {}
     columns = {name: [row[name] for row in rollout.questions] for name in rollout.questions[0]}
     cut = [len(response) == cfg.max_completion_length for response in rollout.responses]
-    values = reward(prompts=columns["question"], completions=rollout.texts, **columns,
-                    completion_ids=rollout.responses, cut=cut, step=step,
-                    log_metric=metrics.__setitem__, **more)
+    values = list(reward(prompts=columns["question"], completions=[*rollout.texts], **columns,
+                         completion_ids=rollout.responses, cut=cut, step=step,
+                         log_metric=metrics.__setitem__, **more))
     rewards = torch.tensor([float(value) for value in values])
     if len(rewards) != len(cut) or not rewards.isfinite().all():
         raise Refused(f"the reward returned {values!r:.200}, but a list of {len(cut)} finite "
@@ -106,7 +106,7 @@ def load_questions(cfg, reward=correctness_reward):
         order = random.Random(0).sample(range(len(questions)), len(questions))
         held_out = [questions[i] for i in sorted(order[:n])]
         questions = [questions[i] for i in sorted(order[n:])]
-    for row in questions + held_out:
+    for row in questions + (held_out if cfg.eval_size > 0 else []):
         if not is_usable(row, questions[0], reward):
             raise Refused("a row needs a question, an answer that is not empty, the columns of the "
                           "first row and, without a reward of yours, one number as its answer, such"
@@ -128,8 +128,7 @@ def is_usable(row, first, reward):
 
 
 def load_splits(dataset):
-    """{"train": rows, "test": rows, ...} of one file, of a folder with train.csv, test.csv or the
-    like, or of anything that load_dataset takes."""
+    """{"train": rows, "test": rows, ...} of a file, a folder with train.csv, or load_dataset."""
     path = Path(dataset)
     if path.suffix.lower() in ENDINGS:
         return {"train": load_rows(path)}
@@ -147,21 +146,21 @@ def load_rows(path):
     """The rows of this .csv, .json or .jsonl file, as dicts. In a .csv file, all values stay texts,
     such as 007 or NA. Refused: a line is damaged, or a row has more or fewer cells than columns."""
     path = Path(path)
-    text = path.read_text(encoding="utf-8-sig")
     rows = []
     try:
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix.lower() == ".csv":
             lines = [cells for cells in csv.reader(io.StringIO(text), strict=True) if cells]
             for cells in lines[1:]:
                 row = dict(zip(lines[0], cells))
                 if not len(row) == len(cells) == len(lines[0]):
-                    raise Refused(f"{path} has the columns {lines[0]}, and this row: {cells}")
+                    raise ValueError(f"the columns are {lines[0]}, and a row is {cells}")
                 rows.append(row)
         elif text.lstrip().startswith("["):
             rows = json.loads(text)
         else:
             for line in filter(str.strip, text.split("\n")):
                 rows.append(json.loads(line))
-    except (csv.Error, json.JSONDecodeError) as error:
+    except (csv.Error, ValueError) as error:
         raise Refused(f"{path} cannot be read: {error}") from None
     return rows

@@ -46,6 +46,12 @@ def test_a_folder_has_parts_and_test_questions_that_are_trained_on_are_left_out(
     assert load(tmp_path, eval_size=2) == (ROWS[:12], ROWS[12:14])
 
 
+def test_without_an_evaluation_test_questions_need_no_answer(tmp_path):
+    (tmp_path / "train.jsonl").write_text(lines(ROWS))
+    (tmp_path / "test.jsonl").write_text(lines([{"question": "?", "answer": ""}]))
+    assert load(tmp_path, eval_size=0) == (ROWS, [])
+
+
 @pytest.mark.parametrize("name, asked", [
     ({}, ("openai/gsm8k", "main")), ({"dataset": "some/maths"}, ("some/maths",))])
 def test_a_data_set_of_the_hub_is_asked_for_by_its_name(monkeypatch, name, asked):
@@ -72,8 +78,8 @@ def test_a_row_that_cannot_be_used_is_shown(tmp_path, row):
 
 @pytest.mark.parametrize("name, text, words", [
     ("q.csv", "question,answer\n1+1?,2\nHow many, then?,3\n", "'How many', ' then\\?', '3'"),
-    ("q.csv", "question,topic,answer\n1+1?,2\n", "this row: .'1\\+1\\?', '2'"),
-    ("q.csv", "question,answer,answer\n1+1?,2,3\n", "has the columns .*'answer', 'answer'"),
+    ("q.csv", "question,topic,answer\n1+1?,2\n", "a row is .'1\\+1\\?', '2'"),
+    ("q.csv", "question,answer,answer\n1+1?,2,3\n", "read: the columns are .*'answer', 'answer'"),
     ("q.csv", 'question,answer\n1+1?,2\n"1+2?,3\n', "q.csv cannot be read: unexpected end of data"),
     ("q.csv", "question;answer\n1+1?;2\n", "'question;answer': '1\\+1\\?;2'"),
     ("q.csv", "question,answer\n", "has no rows to train on"), ("q.csv", "", "has no rows"),
@@ -88,7 +94,7 @@ def test_a_damaged_or_empty_file_is_refused(tmp_path, name, text, words):
 
 def test_a_file_in_another_encoding_or_place_is_refused(tmp_path):
     (tmp_path / "q.csv").write_bytes("question,answer\nWie groß?,1\n".encode("latin-1"))
-    for name, words in ("q.csv", "'utf-8' codec"), ("none.csv", "No such file .*none.csv"):
+    for name, words in ("q.csv", "q.csv cannot be read: 'utf-8'"), ("no.csv", "No such .*no.csv"):
         with pytest.raises(SystemExit, match=words):
             train_math.main(["--dataset", str(tmp_path / name)])
 

@@ -307,7 +307,7 @@ def test_the_lesson_shows_where_gspo_helps_and_where_not():
     assert shown == found
     numbers = [tuple(map(float, text.split(" ± "))) for text in stale.values()]
     assert len(numbers) == 12 and all(mean < 0 for mean, _ in numbers)
-    assert sum(mean + half < 0 for mean, half in numbers) == 6, "the evidence says how many exclude 0"
+    assert sum(mean + half < 0 for mean, half in numbers) == 6, "the page says how many"
 
 
 def test_the_table_of_the_recipe_for_a_laptop_is_that_of_its_logs():

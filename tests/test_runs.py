@@ -128,7 +128,7 @@ class TestResuming:
             command, folder, "--max_steps", "8", "--micro_batch_tokens", "99", "--rollout_rows",
             "8", "--save_steps", "5", "--dataset", str(data))
         shown = capsys.readouterr().out
-        assert f"resuming the run in {folder} after step 6" in shown
+        assert f"resuming the run of {command[1]} in {folder} after step 6. Another model" in shown
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
         assert [row["step"] for row in rows[7:]] == [7, 8]
         assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
@@ -137,11 +137,11 @@ class TestResuming:
         ("--seed 1 --instruction Hm. --system Hm. --algorithm grpo --group_size 2 "
          "--prompts_per_step 8 --minibatches 2 --epochs 2 --learning_rate 1 --temperature 0.9 "
          "--max_completion_length 7",
-         "other values of seed, instruction, system, algorithm, eps_low, eps_high, group_size, "
-         "prompts_per_step, minibatches, epochs, learning_rate, temperature, "
-         "max_completion_length, prompt."),
-        ("--eval_size 2", "other values of questions. Use another --output_dir"),
-        ("--dataset changed.jsonl", "other values of questions, prompt. Use another --output_dir"),
+         "boxed{}.', 'system': None, 'algorithm': 'gspo', 'eps_low': 0.0003, 'eps_high': 0.0004, "
+         "'group_size': 4, 'prompts_per_step': 4, 'minibatches': 4, 'epochs': 1, 'learning_rate': "
+         "0.001, 'temperature': 1.0, 'max_completion_length': 6, 'prompt': "),
+        ("--eval_size 2", "was begun with {'questions': "),
+        ("--dataset changed.jsonl", "'prompt': 'has 0 figs?\\n'}. Use this, or another --output_"),
     ])
     def test_refuses_another_run_by_what_it_has_changed(
             self, command, whole, tmp_path, monkeypatch, flags, words):
@@ -180,7 +180,7 @@ class TestResuming:
         for i, model in enumerate((f"{world}/model/", f"{world}/./model"), 2):
             rows = run(command, tmp_path / "a", "--model", model, "--max_steps", str(i))
             assert len(rows) == i + 1
-        with pytest.raises(SystemExit, match="other values of prompt. Use another"):
+        with pytest.raises(SystemExit, match="was begun with .'prompt': "):
             run(command, tmp_path / "a", "--model", str(chat_model), "--max_steps", "4")
 
     def test_compares_questions_without_columns_such_as_pictures(self, fresh, tmp_path):
@@ -188,7 +188,7 @@ class TestResuming:
         for steps in 1, 2:
             questions = [row | {"picture": object(), "level": None} for row in sums(8)]
             assert len(train(fresh, questions, max_steps=steps, output_dir=tmp_path)) == steps + 1
-        with pytest.raises(Refused, match="other values of questions"):
+        with pytest.raises(Refused, match="was begun with .'questions': "):
             train(fresh, [row | {"level": 2} for row in questions], output_dir=tmp_path)
 
     def test_refuses_a_state_that_it_cannot_read(self, fresh, tmp_path):
@@ -205,7 +205,7 @@ class TestAFolder:
     def test_with_files_of_something_else_is_refused(self, fresh, tmp_path, name):
         path = tmp_path / name
         path.mkdir() if name.endswith("/") else path.write_text("mine")
-        with pytest.raises(Refused, match="has files, but no run. Use another --output_dir"):
+        with pytest.raises(Refused, match=f"has {path.name}, but no run. Use another"):
             train(fresh, output_dir=tmp_path)
         assert names_in(tmp_path) - {"lock"} == {path.name}
         assert path.is_dir() or path.read_text() == "mine"
@@ -313,7 +313,9 @@ class TestTheScript:
     @pytest.mark.parametrize("flags, words", [
         ("--group_size 1", "group_size 1 must be at least 2"),
         ("--prompts_per_step 6", "a multiple of --minibatches"), ("--eps_low 0.9997", "0.9997"),
-        ("--eps_high 0", "eps_high 0"), ("--group_siz 4", "--group_siz")])
+        ("--eps_high 0", "eps_high 0"), ("--group_siz 4", "--group_siz"),
+        *((f"--{name}", "must be above 0") for name in (
+            "minibatches 0", "minibatches=-2", "epochs 0", "save_steps 0", "eval_size=-1"))])
     def test_names_a_wrong_setting(self, flags, words):
         with pytest.raises(SystemExit, match=words):
             train_math.main(flags.split())
@@ -332,7 +334,7 @@ class TestTheScript:
 
         for parts, error, words in (
                 ({"generate": lambda *arguments: ([[3]], torch.zeros(1, 8))}, SystemExit,
-                 "the sampler must return 4 responses"),
+                 "the sampler returned 1 .* instead of 4"),
                 ({"reward": lambda **columns: [1.0]}, SystemExit, "a list of 4 finite numbers"),
                 ({"reward": broken}, ValueError, "mine"),
                 ({"make_optimizer": broken}, ValueError, "mine")):
@@ -385,6 +387,25 @@ class TestTheScript:
         assert shown.count("responses in this evaluation") == 1
         assert ("0.25 before and 0.75 after on 4 questions, +0.5 (paired 95% CI +0.01 to +0.99)"
                 in shown)
+
+    def test_compares_evaluations_question_by_question(self, command, tmp_path, capsys):
+        """The test questions have another order after the first step, and four are gone."""
+        train_rows, test_rows = sums(30)[:20], sums(30)[20:]
+        folder = tmp_path / "data"
+        folder.mkdir()
+        write_jsonl(folder / "train.jsonl", train_rows)
+        for steps, rows in (1, test_rows), (2, test_rows[:3:-1]):
+            write_jsonl(folder / "test.jsonl", rows)
+            run([*command, "--dataset", str(folder)], tmp_path / "a", "--max_steps", str(steps),
+                "--eval_size", "10", "--learning_rate", "1e-12", "--save_steps", "1")
+        shown = capsys.readouterr().out
+        found = re.findall(r"on (\d+) questions, (.*?) \(paired 95% CI (.*) to", shown)
+        assert found == [("10", "+0", "+0"), ("6", "+0", "+0")]
+
+    def test_takes_its_flags_from_nowhere_else(self, tmp_path, monkeypatch):
+        (tmp_path / "mine.args").write_text("--max_steps 7")
+        monkeypatch.setattr(sys, "argv", [str(tmp_path / "mine.py")])
+        assert train_math.parse_settings(["--device", "cpu"]).max_steps == 200
 
     def test_helps(self, capsys):
         with pytest.raises(SystemExit, match="0"):
