@@ -117,7 +117,7 @@ def encode_prompts(tokenizer, questions, cfg):
         chats.append([*system, {"role": "user", "content": text}])
     return tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, return_dict=True, enable_thinking=False,
-        strftime_now=lambda form: "26 Jul 2024").input_ids  # some templates have the date of today
+        date_string="26 Jul 2024").input_ids  # or else, Llama's prompts change from day to day
 
 
 @dataclass

@@ -382,13 +382,13 @@ class TestSample:
         (None, "default "), ("", ""), ("Be kind.", "system Be kind.")])
     def test_asks_through_the_chat_template_with_the_instruction_and_the_system_prompt(
             self, system, begin):
-        """The date is the same on each day, or else a run could not be resumed on the next one."""
+        """Llama's template takes the date of today if there is no date_string."""
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = (
             "{% if messages[0].role != 'system' %}default {% endif %}"
             "{% for m in messages %}{% if m.content %}{{ m.role }} {{ m.content }}{% endif %}"
             "{% endfor %}{% if add_generation_prompt %}A{% endif %}"
-            "{% if enable_thinking is false %} now{% endif %} {{ strftime_now('%d %b %Y') }}")
+            "{% if enable_thinking is false %} now{% endif %} {{ date_string }}")
         cfg = settings(instruction="Say #### 1", system=system)
         (ids,) = train_math.encode_prompts(tokenizer, [{"question": "How?"}], cfg)
         assert tokenizer.decode(ids) == begin + "user How?\nSay #### 1A now 26 Jul 2024"
