@@ -50,8 +50,8 @@ def fail(hint, *details):
 
 
 def load(path):
-    """The names in this file. If it does not load, the run ends with one line that says why."""
-    module = types.ModuleType("gspo_under_test")
+    """The module in this file. If it does not load, the run ends with one line that says why."""
+    module = types.ModuleType("file_under_test")
     sys.modules[module.__name__] = module  # dataclasses, pickle and the file itself look there
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
@@ -60,7 +60,7 @@ def load(path):
         where = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)]
         why = f"{path.name} does not load: {''.join(where[-1:])}{type(error).__name__}: {error}"
         raise pytest.Collector.CollectError(why) from None
-    return vars(module)
+    return module
 
 
 class Written:
@@ -85,8 +85,8 @@ if __name__ != "__main__":
     if "GSPO" in os.environ:
         sys.modules["gspo"] = None  # import gspo is now an error
     if PATH != ANSWERS and ANSWERS.is_file():
-        right = load(ANSWERS)
-    gspo.names = load(PATH)
+        right = vars(load(ANSWERS))
+    gspo.names = vars(load(PATH))
 
 
 def place(test):
@@ -327,12 +327,12 @@ class TestMathsOfGroupAdvantages:
             ([0.2, -0.2, 0], "divide by the group's standard deviation"),
             ([4, 2, 3], "subtract the group's mean before you divide")])
 
-    @pytest.mark.parametrize("group_size", [2, 3, 8])
-    def test_looks_at_each_group_on_its_own(self, group_size):
+    @pytest.mark.parametrize("size", [2, 3, 8])
+    def test_looks_at_each_group_on_its_own(self, size):
         """The rewards of the second group are 10 times those of the first group, plus 100."""
-        rewards = torch.rand(group_size, generator=torch.Generator().manual_seed(0))
-        alone = gspo.group_advantages(rewards, group_size, std_eps=0.0)
-        got = gspo.group_advantages(torch.cat([rewards, 10 * rewards + 100]), group_size, std_eps=0.0)
+        rewards = torch.rand(size, generator=torch.Generator().manual_seed(0))
+        alone = gspo.group_advantages(rewards, size, std_eps=0.0)
+        got = gspo.group_advantages(torch.cat([rewards, 10 * rewards + 100]), size, std_eps=0.0)
         hint = "take mean and standard deviation of each group of neighbours, not of the batch"
         check(got, torch.cat([alone, alone]), hint, 1e-4)
 
