@@ -347,7 +347,7 @@ class TestMathsOfGroupAdvantages:
 
 class TestMathsOfTokenLogProbs:
     # (1, 2, 3): the weights of three words are 1, 2, 5 and then 4, 2, 2. Tokens: word 1, word 0.
-    LOGITS = torch.tensor([[[1.0, 2.0, 5.0], [4.0, 2.0, 2.0]]]).log()
+    LOGITS = torch.tensor([[[1.0, 2.0, 5.0], [4.0, 2.0, 2.0]]], dtype=torch.float32).log()
     TOKENS = torch.tensor([[1, 0]])
 
     def test_is_the_log_of_the_tokens_probability(self):
