@@ -133,8 +133,9 @@ class Report:
             part, kind = place(report.nodeid)
             for name in part, "total":
                 self.passed.setdefault(name, {}).setdefault(kind, []).append(report.passed)
-            if report.failed:
-                hint = report.longrepr.reprcrash.message.partition("\n")[0]
+            if not report.passed:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                hint = crash.message.partition("\n")[0] if crash else "a test was skipped"
                 self.hints.setdefault(part, f": {hint.removeprefix('Failed: ')}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # below pytest's own list of failures
@@ -530,7 +531,6 @@ class TestMathsOfGspoLoss(LossMaths):
 
 
 class TestMathsOfGspoTokenLoss(TestMathsOfGspoLoss):
-    """As GSPO's, where the advantages are equal within each response."""
     name = "gspo_token_loss"
     token_advantages = True
     value_hint = "Eq. 13: the loss is minus the mean over tokens of min(s_t A_t, clip(s_t) A_t)"

@@ -56,7 +56,7 @@ def results_of(homework, path):
     broken = {}                    # part: why
     while True:
         text, code = report_of(homework, path, broken)
-        why = f"ends with code {code}"
+        why = f"ends the process (exit code {code})"
         if code is None:
             why = "hangs: is there an endless loop?"
         lines = dict(re.findall(r"^(\w+) (\d+ of .*)$", text, re.MULTILINE))
