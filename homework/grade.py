@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOMEWORKS = {  # the variable that names a file, letters in its name, the tests, and the solution
     "maths": ("GSPO", "mygspo", ROOT / "test_gspo.py", ROOT / "gspo.py"),
     "loop": ("LOOP", "trainmath", ROOT / "homework" / "test_loop.py", ROOT / "train_math.py")}
-OPTIONS = "-m pytest -v --tb=line --color=no -o addopts= -p no:cacheprovider".split()
+OPTIONS = "-m pytest -v -rN --tb=line --color=no -o addopts= -p no:cacheprovider".split()
 SECONDS = 40  # a test hangs if pytest prints nothing for so long
 
 
