@@ -1,18 +1,14 @@
 """The specification of the loop: what goes through the model, what is remembered, the update.
 
-    LOOP=train_math.py python -m pytest -x test_loop.py               work on your own file
-    LOOP=train_math.py python -m pytest -q --tb=no -rN test_loop.py   print its grade
-    $env:LOOP="train_math.py"                                         PowerShell: on a line before
+    LOOP=train_math.py python -m pytest -x test_loop.py    work on your own file
+    LOOP=train_math.py python -m pytest test_loop.py       end with a line for each blank
 
 The tests are in the order of the blanks. The first line of a failure says what to look at, and the
 numbers follow. Phases 3 and 4 of train_step are tested separately. The tests provide what the other
-phase would do, so a mistake in one blank costs no points in another. Only the last test needs all
-blanks, and it counts only if all blanks are correct. The tests find the phases by the comments
-"# 3 REMEMBER" and "# 4 UPDATE", so keep these comments. Instead of a language model, the tests use
-a table of six weights, whose gradient fits on one line.
+phase would do, so a mistake in one blank costs nothing in another. They find the phases by the
+comments "# 3 REMEMBER" and "# 4 UPDATE". Instead of a language model, they use a table of six
+weights, whose gradient fits on one line.
 """
-import importlib
-import importlib.util
 import itertools
 import os
 import re
@@ -21,25 +17,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import datasets  # noqa: F401  (slow to import, which must not count as time of the tested file)
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE if (HERE / "train_math.py").exists() else HERE.parent
-PATH = Path(os.environ.get("LOOP") or FOLDER / "train_math.py").resolve()
+sys.path.insert(0, str(FOLDER))    # gspo.py, support/ and test_gspo.py are there
+from test_gspo import Report, fail, load  # noqa: E402
+
+PATH = Path(os.environ.get("LOOP", FOLDER / "train_math.py")).resolve()
+loop = load(PATH)
 END = 1       # the token that ends a response, and in these tests also the one that pads
 WORDS = 6     # 0 to 5
-BLANKS = "MicroBatch", "ResponseLogProbs", "Phase3Remember", "Phase4Update", "WholeStep"
-LOAD_SECONDS = 60
 
 
-# ---- the file under test -------------------------------------------------------------------------
-
-
-def fail(hint, *numbers):
-    pytest.fail("\n  ".join([hint, *numbers]), pytrace=False)
+@pytest.fixture(scope="session", autouse=True)
+def report(request):
+    if "LOOP" in os.environ:
+        request.config.pluginmanager.register(Report())
 
 
 def check(got, expected, hint, tolerance=1e-5, mistakes=()):
@@ -58,65 +54,26 @@ def check(got, expected, hint, tolerance=1e-5, mistakes=()):
         fail([*known, hint][0], f"got      {got.tolist()}", f"expected {expected}")
 
 
-def place(test):
-    """(blank, kind) of a test's id, or None."""
-    found = re.search("::Test([^:]*)::", test)
-    if found and found[1] in BLANKS:
-        return found[1], "tests"
-
-
-def load():
-    """The module under test. If it does not load, the run ends with one line that says why."""
-    sys.path[:0] = [str(PATH.parent), str(FOLDER)]  # where its gspo.py is
-    spec = importlib.util.spec_from_file_location("loop_under_test", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception) as error:
-        pytest.exit(f"{PATH.name} does not load: {error!r}", returncode=2)
-    return module
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded(request):
-    """Loads the file under test, and grades it if LOOP names one."""
-    global loop
-    if "LOOP" not in os.environ:
-        loop = load()
-        return
-    grader = importlib.import_module("grader")  # beside this file, where pytest imports from
-    os._exit = sys.exit            # to exit with code 0 is no success
-    grade = grader.Grader(request.session, PATH, place, {"tests": 100}, together=BLANKS[-1])
-    with grade.limit(LOAD_SECONDS):
-        loop = load()
-    grade.reset_torch()
-    request.config.pluginmanager.register(grade)
-
-
 # ---- the phases of train_step --------------------------------------------------------------------
 
 
 def phase(number):
     """train_step up to the end of phase 3 or 4, as a function that returns its local variables.
 
-    For phase 4, phase 3 is not run. The tests provide `minibatches` instead. Empty lines replace
-    what is left out, so that the line numbers are those of the file."""
+    For phase 4, phase 3 is not run, and the tests provide `minibatches` instead. Empty lines stand
+    for what is left out, so that the line numbers are those of the file."""
     source = PATH.read_text(encoding="utf-8")
-    phases = r"^(def train_step\(.*?)^(    # 3 REMEMBER.*?)^(    # 4 UPDATE.*?)^    "
-    end = "(return|check_finite)"
-    found = re.search(phases + end, source, re.DOTALL | re.MULTILINE)
+    phases = "^(def train_step.*?)^(    # 3 REMEMBER.*?)^(    # 4 UPDATE.*?)^    "
+    found = re.search(phases + "(return|check_finite)", source, re.DOTALL | re.MULTILINE)
     if not found:
-        fail('keep train_step, and in it the comments "# 3 REMEMBER" and "# 4 UPDATE", which begin '
-             "the phases")
+        fail('keep the comments "# 3 REMEMBER" and "# 4 UPDATE" in train_step')
     before, remember, update, _ = found.groups()
     if number == 4:
         given = "    minibatches = the_tests_make_them(rollout, advantages, cfg)"
         remember = given + "\n" * remember.count("\n") + update
     above = "\n" * source.count("\n", 0, found.start())
-    code = f"{above}{before}{remember}\n    return locals()\n"
     names = dict(vars(loop))
-    exec(compile(code, str(PATH), "exec"), names)
+    exec(compile(f"{above}{before}{remember}\n    return locals()\n", str(PATH), "exec"), names)
     return names["train_step"]
 
 
@@ -141,11 +98,8 @@ TABLE = torch.linspace(-1, 1, WORDS)  # a policy: the logit of each word, whatev
 def rollout_of(prompts, responses):
     n = len(responses)
     return loop.Rollout(
-        questions=[{"question": ""} for _ in range(n)],
-        prompts=prompts,
-        responses=responses,
-        log_probs=torch.zeros(n, 4),
-        texts=[""] * n,
+        questions=[{"question": ""} for _ in range(n)], prompts=prompts, responses=responses,
+        log_probs=torch.zeros(n, 4), texts=[""] * n,
         is_sampled=[[True] * len(response) for response in responses])
 
 
@@ -158,12 +112,8 @@ def micro_batches(advantages):
         for rows in filter(len, minibatch[advantages[minibatch] != 0].split(3)):
             first = torch.tensor([[PROMPTS[i][-1]] for i in rows.tolist()])
             minibatches[-1].append(SimpleNamespace(
-                indices=rows.tolist(),
-                ids=torch.cat([first, TOKENS[rows]], dim=1),
-                mask=MASK[rows],
-                advantages=advantages[rows],
-                old_log_probs=None,
-                extra={}))
+                indices=rows.tolist(), ids=torch.cat([first, TOKENS[rows]], dim=1),
+                mask=MASK[rows], advantages=advantages[rows], old_log_probs=None, extra={}))
     return [minibatch for minibatch in minibatches if minibatch]
 
 
@@ -190,7 +140,6 @@ class Run:
     happens."""
 
     def __init__(self, number, advantages=ADVANTAGES, **settings):
-        self.number = number
         self.policy = Table()
         self.built = micro_batches(advantages)
         self.given = None    # what build_minibatches got
@@ -222,7 +171,7 @@ class Run:
 
     def value(self, name):
         if name not in self.locals:
-            fail(f"the lines below phase {self.number} need the variable {name}")
+            fail(f"the lines below this phase need the variable {name}")
         return self.locals[name]
 
     def build(self, rollout, advantages, cfg, keeps_all=False):
@@ -233,10 +182,8 @@ class Run:
         self.asked.append((batch, temperature))
         return log_probs_of(model.weights, batch, temperature)
 
-    def loss(
-            self, log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
-        """The loss of REINFORCE. It has no ratio, so its gradient does not depend on old log-probs.
-        """
+    def loss(self, log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
+        """The loss of REINFORCE. It has no ratio, so old log-probs do not change its gradient."""
         eps = eps_low, eps_high
         self.losses.append(SimpleNamespace(
             log_probs=log_probs, old=old_log_probs, advantages=advantages, mask=mask, eps=eps))
@@ -244,11 +191,9 @@ class Run:
         return -(advantages * mean).sum() / (denominator or len(advantages))
 
     def before_step(self, *_):
-        gradient = self.policy.weights.grad
-        if gradient is None:
-            gradient = torch.zeros(WORDS)
-        self.gradients.append(gradient.clone())
-        self.weights.append(self.policy.weights.detach().clone())
+        weights = self.policy.weights
+        self.gradients.append(torch.zeros(WORDS) if weights.grad is None else weights.grad.clone())
+        self.weights.append(weights.detach().clone())
 
     def by_hand(self, step, minibatch):
         """The gradient of optimizer step 0, 1, ...: minus the sum of A / 8 times (the frequency of
@@ -271,17 +216,14 @@ class Run:
         known = [
             (torch.zeros(WORDS), "the gradient is 0: loss.backward() must come before the step"),
             (-right, "the sign of the gradient is wrong: minimise the loss as it is"),
-            (self.by_hand(step, minibatch[-1:]), "only the last micro-batch has an effect: each "
-             "one needs loss.backward(), and zero_grad must not come between them"),
+            (self.by_hand(step, minibatch[-1:]), "only the last micro-batch has an effect: call "
+             "backward for each one, and zero_grad only after the step"),
             (right * 8 / sum(sizes), "the denominator must count responses of advantage 0, too"),
-            (right * 8 / 16, "the denominator must count the responses of one minibatch, not those "
-             "of the whole rollout"),
-            (sum(by_its_size), "the denominator must count the responses of the minibatch, not "
-             "those of the micro-batch, which the loss counts by default"),
+            (right * 8 / 16, "the denominator must count one minibatch, not the whole rollout"),
+            (sum(by_its_size), "the denominator must count the minibatch, not the micro-batch"),
         ]
         if step > 0:
-            known.append((right + self.gradients[step - 1], f"step {step + 1} still has the "
-                          "gradient of the step before: call zero_grad"))
+            known.append((right + self.gradients[step - 1], "call zero_grad after each step"))
         check(self.gradients[step], right, hint, mistakes=known)
 
 
@@ -295,17 +237,17 @@ def tiny_qwen():
     return Qwen3ForCausalLM(config).eval()
 
 
-# ---- the four blanks, and all together -----------------------------------------------------------
+# ---- the four blanks -----------------------------------------------------------------------------
 
 
 class TestMicroBatch:
     PROMPTS = tokens("22 3 4444")
     ANSWERS = tokens("50. 555 .")  # the second was cut: it has no end token
 
-    def made(self, rows, device="cpu", is_second_sampled=True):
+    def made(self, rows, is_second_sampled=True):
         rollout = rollout_of(self.PROMPTS, self.ANSWERS)
         rollout.is_sampled[0][1] = is_second_sampled
-        return loop.MicroBatch(rollout, torch.tensor([0.5, -1.0, 2.0]), rows, device)
+        return loop.MicroBatch(rollout, torch.tensor([0.5, -1.0, 2.0]), rows, "cpu")
 
     def test_ids_are_the_prompt_then_the_response(self):
         batch = self.made([1, 0])
@@ -335,17 +277,8 @@ class TestMicroBatch:
             fail(f"the mask must be a boolean tensor, because it is an index; it is {mask.dtype}")
 
     def test_advantages_are_of_the_rows_asked_for_in_this_order(self):
-        batch = self.made([1, 0])
         hint = "advantages (b,) hold those of `indices`, in their order"
-        check(batch.advantages, [-1.0, 0.5], hint)
-
-    def test_is_on_the_device_asked_for(self):
-        """The meta device exists on every machine."""
-        batch = self.made([0, 1], device="meta")
-        for name in "ids", "mask", "advantages":
-            device = getattr(batch, name).device.type
-            if device != "meta":
-                fail(f"{name} must be on the given device (use .to(device)), but is on {device}")
+        check(self.made([1, 0]).advantages, [-1.0, 0.5], hint)
 
 
 class TestResponseLogProbs:
@@ -358,8 +291,7 @@ class TestResponseLogProbs:
     def got(self, batch, temperature=1.0):
         log_probs = loop.response_log_probs(tiny_qwen(), batch, temperature)
         if not isinstance(log_probs, torch.Tensor) or log_probs.shape != batch.mask.shape:
-            fail("response_log_probs returns a tensor of the mask's shape (b, L - 1)",
-                 f"got {log_probs!r}", f"expected the shape {tuple(batch.mask.shape)}")
+            fail(f"its shape must be the mask's: {tuple(batch.mask.shape)}", f"got {log_probs}")
         return log_probs
 
     @staticmethod
@@ -412,13 +344,12 @@ class TestResponseLogProbs:
         check(first_layer.grad, *torch.autograd.grad(expected, first_layer), hint, 1e-3)
 
 
-class TestPhase3Remember:
+class TestPhaseRemember:
     def test_build_minibatches_gets_the_rollout_and_its_advantages(self):
         run = Run(3)
         if run.given[0] is not run.rollout:
             fail("build_minibatches takes the rollout, and not only its prompts or responses")
-        hint = "build_minibatches takes the advantages of phase 2, and not the rewards"
-        check(run.given[1], ADVANTAGES, hint, 0)
+        check(run.given[1], ADVANTAGES, "it takes the advantages of phase 2, not the rewards", 0)
 
     def test_minibatches_are_those_of_build_minibatches(self):
         run = Run(3)
@@ -431,43 +362,34 @@ class TestPhase3Remember:
         for k, batch in enumerate(itertools.chain(*run.built)):
             if batch.old_log_probs is None:
                 fail(f"micro-batch {k + 1} of {sum(map(len, run.built))} has no old_log_probs")
-            before = log_probs_of(TABLE, batch)
             hint = "old_log_probs are response_log_probs of the policy"
-            check(batch.old_log_probs, before, hint, 0)
+            check(batch.old_log_probs, log_probs_of(TABLE, batch), hint, 0)
 
     def test_each_micro_batch_is_on_policy_and_has_no_gradient(self):
         for batch in itertools.chain(*Run(3).built):
             if batch.old_log_probs is None or batch.old_log_probs.requires_grad:
                 fail("old log-probs must not have a gradient: compute them in torch.no_grad()")
             if not getattr(batch, "is_on_policy", False):
-                fail("is_on_policy must be True for a micro-batch whose old log-probs are computed "
-                     "here, because the metrics need it")
+                fail("is_on_policy must be True for the metrics")
 
     def test_old_log_probs_are_at_the_temperature_of_the_sampling(self):
         got = [temperature for _, temperature in Run(3, temperature=0.8).asked]
         check(got, [0.8] * 6, "each micro-batch (here 6) needs one forward, at cfg.temperature")
 
     def test_changes_no_weight(self):
-        run = Run(3)
-        check(run.policy.weights, TABLE, "phase 3 must not change the weights", 0)
-
-    def test_takes_no_minibatch_where_all_rewards_of_a_group_are_equal(self):
-        if Run(3, 0 * ADVANTAGES).value("minibatches"):
-            fail("if build_minibatches returns no minibatch, `minibatches` is empty")
+        check(Run(3).policy.weights, TABLE, "phase 3 must not change the weights", 0)
 
 
-class TestPhase4Update:
+class TestPhaseUpdate:
     def test_takes_one_optimizer_step_for_each_minibatch_of_each_epoch(self):
         run = Run(4, epochs=3)
-        hint = "take one optimizer step for each minibatch of each epoch, here 2 x 3"
-        check(len(run.gradients), 6, hint)
+        check(len(run.gradients), 6, "one optimizer step for each minibatch of each epoch: 2 x 3")
 
     def test_takes_all_minibatches_and_then_all_again(self):
         run = Run(4, epochs=2)
         numbers = {id(batch): i for i, batch in enumerate(itertools.chain(*run.built))}
         got = [numbers.get(id(batch), -1) for batch, _ in run.asked]
-        hint = ("each epoch takes all minibatches, with one forward for each micro-batch (the "
-                "numbers are those of the micro-batches)")
+        hint = "each epoch takes all minibatches, with one forward for each micro-batch"
         check(got, 2 * [0, 1, 2, 3, 4, 5], hint)
 
     def test_has_new_log_probs_at_the_temperature_of_the_sampling(self):
@@ -481,24 +403,21 @@ class TestPhase4Update:
         for got, batch in zip(run.losses, batches):
             if not got.log_probs.requires_grad:
                 fail("the first argument of the loss must be the new log-probs, with gradient")
-            hint = "the old log-probs of the loss must be batch.old_log_probs of phase 3"
-            check(got.old, old_log_probs_of(batch), hint, 0)
-            hint = "the advantages of the loss must be batch.advantages"
-            check(got.advantages, batch.advantages, hint, 0)
-            check(got.mask, batch.mask, "the mask of the loss must be batch.mask", 0)
-            check(got.eps, (0.01, 0.02), "the clip range of the loss must be cfg.clip_range()")
+            check(got.old, old_log_probs_of(batch), "pass batch.old_log_probs of phase 3", 0)
+            check(got.advantages, batch.advantages, "pass batch.advantages", 0)
+            check(got.mask, batch.mask, "pass batch.mask", 0)
+            check(got.eps, (0.01, 0.02), "pass the clip range of cfg.clip_range()")
+        check([run.value("eps_low"), run.value("eps_high")], (0.01, 0.02), "needed below", 0)
         if None in Run(4).losses[0].eps:
             fail("cfg.eps_low and cfg.eps_high may be None: cfg.clip_range() has the values")
 
     def test_sums_micro_batches_to_reinforces_gradient(self):
         run = Run(4)
-        run.check_gradient(0, "micro-batches must add up to the gradient of the minibatch, with "
-                           "the same denominator, which is responses // minibatches = 8")
+        run.check_gradient(0, "with the denominator 16 // 2 = 8, micro-batches must add up")
 
     def test_counts_responses_without_gradient_in_the_denominator(self):
         run = Run(4, ADVANTAGES.where(torch.arange(16) % 8 > 3, 0))
-        run.check_gradient(0, "four of eight responses are left out of the forward, but the "
-                           "denominator is still 8")
+        run.check_gradient(0, "four of eight responses are left out, but the denominator is 8")
 
     def test_starts_each_step_from_a_gradient_of_zero(self):
         run = Run(4)
@@ -528,29 +447,4 @@ class TestPhase4Update:
                 fail("updates: keep the loss as a number, by its .item()")
         norms = run.value("grad_norms")
         if len(norms) != 4 or not all(isinstance(norm, float) for norm in norms):
-            fail("grad_norms must hold one number for each optimizer step: use .item()",
-                 f"got      {norms}", "expected 4 numbers")
-
-    def test_changes_no_weight_where_all_rewards_of_a_group_are_equal(self):
-        run = Run(4, 0 * ADVANTAGES)  # there is no minibatch at all
-        check(run.policy.weights, TABLE, "without advantages, no weight may change", 0)
-
-
-class TestWholeStep:
-    def test_starts_from_ratios_of_exactly_1_and_learns(self):
-        """The reward is the number of words 2 minus the number of words 3."""
-        rewards = [float(r.count(2) - r.count(3)) for r in RESPONSES]
-        model = tiny_qwen()
-        optimizer = torch.optim.SGD(model.parameters())
-        parts = loop.Parts(
-            sample=lambda *_: rollout_of(PROMPTS, RESPONSES), reward=lambda **columns: rewards)
-        cfg = loop.Settings(device="cpu", epochs=2, learning_rate=0.1, **SIZE)
-        row = loop.train_step(model, None, optimizer, QUESTIONS, 1, cfg, parts)
-        hint = "in the first minibatch, every ratio must be exactly 1"
-        check(row["log_ratio_first_max"], 0.0, hint, 0)
-        prompt = torch.tensor(PROMPTS[:1])
-        before = tiny_qwen()(prompt).logits[0, -1].softmax(dim=-1)
-        after = model(prompt).logits[0, -1].softmax(dim=-1)
-        if not after[2] - after[3] > before[2] - before[3]:
-            fail("after a step, word 2, which increases the reward, must be more likely compared "
-                 "with word 3, which decreases it, than before")
+            fail("grad_norms must hold 4 numbers, one for each step: use .item()", f"got {norms}")

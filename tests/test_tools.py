@@ -9,8 +9,6 @@ import torch
 import train_math
 from evidence import compare, lesson_seeds, rounding
 from evidence import sums as evidence_sums
-from homework import find_the_bug
-from support.runs import checksum
 from tests.conftest import one_line, parity_reward, spy, sums, write_jsonl
 from tools import answers, evaluate, logs, plot, warm_up
 from tools.logs import mean_difference, mean_text, paired, read
@@ -176,7 +174,7 @@ class TestEvaluate:
         questions, _ = train_math.load_questions(cfg)
         write_jsonl(run / "metrics.jsonl", [
             {"step": 0, "settings": vars(cfg) | {
-                "questions": checksum(questions)}}])
+                "questions": train_math.checksum(questions)}}])
         path = tmp_path / "after.jsonl"
         command = ["--model", str(run / "model") + "/", "--device", "cpu"]
         evaluate.main([str(path), *command])
@@ -329,8 +327,8 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path, name):
 @pytest.mark.parametrize("module, argv", [
     (plot, ". --output runs/out"), (logs, "pack . runs/out"),
     (logs, "unpack metrics.jsonl runs/out"), (evaluate, "runs/out --model x"),
-    (lesson_seeds, "report"), (compare, "world --log runs/out"), (find_the_bug, "--all"),
-    (find_the_bug, "--handout runs/out"), (rounding, "--gsm8k x --output_dir runs/out"),
+    (lesson_seeds, "report"), (compare, "world --log runs/out"),
+    (rounding, "--gsm8k x --output_dir runs/out"),
     (evidence_sums, "--output_dir runs/out --device cpu")])
 def test_it_is_refused_before_the_work(module, argv, tmp_path, monkeypatch):
     """A file stands in place of the folder runs."""
