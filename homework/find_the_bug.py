@@ -30,7 +30,8 @@ from matplotlib.figure import Figure
 import train_math
 from gspo import clipped_objective, group_advantages, gspo_loss
 from lesson import tiny
-from tools.logs import make_writable, markdown, read, read_packed, write, write_packed
+from tools.answers import markdown
+from tools.logs import make_writable, read, read_packed, write
 from tools.plot import STYLES, shrink
 
 PAGE = Path(__file__).with_name("find_the_bug.md")
@@ -173,6 +174,11 @@ def answers():
     return dict(zip(LETTERS, [*names, "nothing"]))
 
 
+def packed(logs):
+    """The rows of all logs, {name: rows}, each with the name of its log."""
+    return [{"log": name, **row} for name, rows in logs.items() for row in rows]
+
+
 def published():
     """The published logs as the exercise shows them, {letter: rows}. If they are missing, they are
     made."""
@@ -181,7 +187,7 @@ def published():
         for letter, name in answers().items():
             seed = SECOND_SEED if letter == "h" else 0
             logs[letter] = [shown(row) for row in run(name, seed)]
-        write_packed(LOGS, logs)
+        write(LOGS, packed(logs))
     return read_packed(LOGS)
 
 
@@ -215,7 +221,7 @@ def hand_out(folder, seed):
     folder.mkdir(parents=True)
     exercise, _, _ = PAGE.read_text(encoding="utf-8").partition("<details>")
     (folder / PAGE.name).write_text(exercise, encoding="utf-8")
-    write_packed(folder / LOGS.name, logs)
+    write(folder / LOGS.name, packed(logs))
     draw(logs, folder / LOGS.with_suffix(".png").name)
     lines = [[letter, name, *ranges(logs[letter])] for letter, name in zip(LETTERS, names)]
     table = markdown(["log", "what is wrong", *PANELS], lines)
