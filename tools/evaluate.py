@@ -149,6 +149,7 @@ def main(argv=None, **replaced):
         sys.stdout.reconfigure(errors="replace")  # of characters that the console cannot show
     args, flags = parse(argv)
     if args.model:
+        make_writable(args.files[0])
         ask_model(args, flags, **replaced)
     files = {str(path.with_suffix("")): load_answers(path) for path in args.files}
     print(tables(files))
