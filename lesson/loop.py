@@ -41,7 +41,7 @@ def sample(model, tokenizer, questions):
     is_response = is_end.cumsum(1) - is_end == 0  # up to the first end token
     is_token = torch.cat([is_prompt, is_response], 1)
     mask = torch.cat([torch.zeros_like(is_prompt), is_response], 1)
-    order = is_token.int().argsort(1, descending=True, stable=True)  # padding goes last
+    order = is_token.int().argsort(dim=1, descending=True, stable=True)  # moves padding to the end
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return ids.gather(1, order), mask.gather(1, order)[:, 1:], texts
 
