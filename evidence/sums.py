@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import train_math
+from support.task import extract_answer
 from tools import answers, evaluate
 from tools.logs import make_writable, write
 
@@ -56,7 +57,7 @@ def make_questions(n_held_out=256):
 
 def last_number_reward(prompts, completions, answer, **columns):
     """1.0 for a completion whose last number is the answer, else 0.0."""
-    given = [train_math.extract_answer(text, strict=False) for text in completions]
+    given = [extract_answer(text, strict=False) for text in completions]
     return [float(number == gold) for number, gold in zip(given, answer)]
 
 
