@@ -23,7 +23,8 @@ from matplotlib.figure import Figure
 import train_math
 from lesson import tiny
 from tools import plot
-from tools.logs import append, make_writable, markdown, read, read_packed
+from tools.answers import markdown
+from tools.logs import append, make_writable, read, read_packed
 
 PICTURE = Path(tiny.__file__).with_name("collapse.png")
 LOG = Path(__file__).with_name("logs") / "lesson.jsonl.gz"

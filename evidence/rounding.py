@@ -35,7 +35,8 @@ from transformers import DynamicCache
 
 import train_math
 from gspo import group_advantages, gspo_loss
-from tools.logs import make_writable, markdown, read, write
+from tools.answers import markdown
+from tools.logs import make_writable, read, write
 from tools.warm_up import given_rollout
 
 INSTRUCTION = "Reason step by step, then write the final answer, a number, after '####'."

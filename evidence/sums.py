@@ -96,7 +96,7 @@ def main(argv):
                      encode_prompts=begun_prompts)
         files |= {when: path, f"{when}, calculation begun": begun}
     models = {name: answers.load_answers(path) for name, path in files.items()}
-    print(answers.table(models, "before", "the pre-trained model"))
+    print(answers.tables(models))
 
 
 if __name__ == "__main__":

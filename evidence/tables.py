@@ -8,6 +8,7 @@ homework/bugs.md is not included: `python -m homework.find_the_bug --all` makes 
 minutes.
 """
 import argparse
+import math
 import statistics
 from itertools import product
 from pathlib import Path
@@ -17,16 +18,24 @@ import torch
 
 from evidence import lesson_seeds, rounding
 from evidence.tasks import COMPARISONS, EXPERIMENTS, variants_of
-from tools import answers
-from tools.logs import STUDENT, markdown, mean_difference, mean_text, paired, read_packed
+from tools.answers import markdown, mean_text
+from tools.logs import read, read_packed
 
 HERE = Path(__file__).parent
 LOGS = HERE / "logs"
 
 
 def logs(name):
-    """{name of a log: its rows} of a packed file."""
-    return read_packed(LOGS / f"{name}.jsonl.gz")
+    """{name of a log: its rows} of a packed file. A row with the key "same_as" stands for all rows
+    of another log, which it names."""
+    found = {}
+    for row in read(LOGS / f"{name}.jsonl.gz"):
+        log = row.pop("log")
+        if "same_as" in row:
+            found[log] = found[row["same_as"]]
+        else:
+            found.setdefault(log, []).append(row)
+    return found
 
 
 def by(rows, *names):
@@ -53,7 +62,161 @@ def spread(values, form):
 
 def points(before, after):
     """The paired difference in points with its 95% interval, "-" if there are no values."""
-    return answers.gain(before, after).replace("%", "") if before and after else "-"
+    return gain(before, after).replace("%", "") if before and after else "-"
+
+
+# ---- answers of models: paired differences, pass@k --------------------------------------------
+
+STUDENT = {  # number of values: the t of a 95% interval
+    2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
+
+
+def paired(before, after):
+    """Compares the values of two models at the same questions.
+
+    Returns the difference of the two means, its 95% interval (normal approximation), and the
+    p-value of McNemar's exact test, which is meant for values that are 0 or 1. This is the
+    probability of a split between gained and lost answers that is at least as uneven as the
+    observed one, if both were equally likely."""
+    differences = [y - x for x, y in zip(before, after, strict=True)]
+    n = len(differences)
+    total = sum(differences)
+    difference = total / n
+    squares = sum(d * d for d in differences)
+    half = 1.96 * math.sqrt(max(0, squares - total**2 / n)) / n
+    gained = sum(d > 0 for d in differences)
+    lost = sum(d < 0 for d in differences)
+    changed = gained + lost
+    fewer = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1))
+    p = min(1, 2 * fewer / 2**changed)
+    return difference, (difference - half, difference + half), p
+
+
+def mean_difference(accuracies, others, narrowest=0):
+    """The mean paired difference of two variants' accuracies, in points, with the half width of
+    Student's 95% interval: "+5.1 ± 4.6". An interval that was widened to `narrowest` has a star."""
+    values = [100 * (a - b) for a, b in zip(accuracies, others, strict=True)]
+    text = f"{statistics.fmean(values):+.1f}"
+    if len(values) in STUDENT:
+        half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+        text += f" ± {max(half, narrowest):.1f}" + "*" * (half < narrowest)
+    return text
+
+
+def temperatures_of(*files):
+    return sorted({row.get("temperature", 0.0) for rows in files for row in rows})
+
+
+def by_question(rows, temperature):
+    """{(question, its number among equal ones): its samples} at one temperature, sorted."""
+    groups = {}
+    seen = {}
+    for row in rows:
+        if row.get("temperature", 0.0) == temperature:
+            sample = row["question"], row.get("sample", 0)
+            seen[sample] = seen.get(sample, -1) + 1
+            groups.setdefault((row["question"], seen[sample]), []).append(row)
+    return dict(sorted(groups.items()))
+
+
+def answer_column(rows, temperature, name="reward"):
+    """The mean of a column over the samples of each question, in the order of the questions."""
+    groups = by_question(rows, temperature).values()
+    return [fmean([row[name] for row in group]) for group in groups]
+
+
+def check_same_questions(before, after, temperature):
+    """ValueError: these rows answer different questions."""
+    groups, others = by_question(before, temperature), by_question(after, temperature)
+    common = groups.keys() & others.keys()
+    if len(common) < max(len(groups), len(others)):
+        raise ValueError(f"temperature {temperature}: the models answered different questions, "
+                         f"{len(groups)} and {len(others)}, of which {len(common)} are the same")
+    for key in common:
+        golds = {str(side[key][0].get("gold")) for side in (groups, others)} - {"None"}
+        if len(golds) > 1:
+            raise ValueError(f"temperature {temperature}: the models answered different questions: "
+                             f"{key[0]!r:.80} has the gold answers {' and '.join(sorted(golds))}")
+
+
+def gain(before, after, form=".1%"):
+    """The paired difference of two lists with its 95% interval, as a text."""
+    d, (low, high), _ = paired(before, after)
+    return f"{d:+{form}} ({low:+{form}} to {high:+{form}})"
+
+
+def paired_difference(before, after, temperature, form=".1%"):
+    """(the paired difference of two models with its 95% interval, McNemar's p), as texts.
+
+    McNemar's test needs one answer per question that is correct or wrong; otherwise p is "-".
+    ValueError: the two models answered different questions."""
+    check_same_questions(before, after, temperature)
+    values = [answer_column(rows, temperature) for rows in (before, after)]
+    is_binary = set(values[0] + values[1]) <= {0, 1}
+    return gain(*values, form), f"{paired(*values)[2]:.2g}" if is_binary else "-"
+
+
+def is_graded(models):
+    """Whether some reward in {name: rows} is neither 0 nor 1."""
+    return any(row["reward"] not in (0, 1) for rows in models.values() for row in rows)
+
+
+def table_line(name, rows, reference, temperature, form):
+    """The cells of one line. reference: the rows of the model to compare with, or None."""
+    first, *others = next(iter(by_question(rows, temperature).values()))
+    how = f"at temperature {temperature}" if temperature else "greedy"
+    if others:
+        how += f", {1 + len(others)} samples"
+    if "precision" in first:
+        how += f", {first['precision']}"
+    rewards = answer_column(rows, temperature)
+    value = mean_text(rewards, form)
+    if form == ".1%" and set(rewards) <= {0, 1}:
+        value = f"{sum(rewards):.0f} of {len(rewards)}, {value}"
+    versus = "-", "-"
+    if reference and by_question(reference, temperature):
+        versus = paired_difference(reference, rows, temperature, form)
+
+    def known(extra, digits):
+        is_known = all(row.get(extra) is not None for row in rows)
+        return format(fmean(answer_column(rows, temperature, extra)), digits) if is_known else "-"
+
+    return [name, how, value, known("last_number", ".1%"), *versus, known("cut", ".0%"),
+            known("tokens", ".0f")]
+
+
+def answer_table(models, reference, title):
+    """Markdown. models is {name: rows}. All models are compared with the model named `reference`,
+    which the table calls `title`. ValueError: they were asked other questions or at other
+    temperatures."""
+    value, form = ("mean reward", ".3f") if is_graded(models) else ("right", ".1%")
+    of_first = temperatures_of(models[reference])
+    for name, rows in models.items():
+        own = temperatures_of(rows)
+        if not set(own) & set(of_first):
+            raise ValueError(f"{reference} has answers at the temperatures {of_first}, and {name} "
+                             f"at {own}")
+    lines = []
+    for temperature in temperatures_of(*models.values()):
+        for name, rows in models.items():
+            if by_question(rows, temperature):
+                other = models[reference] if name != reference else None
+                lines.append(table_line(name, rows, other, temperature, form))
+    return markdown(["model", "answers", f"{value} (95%)", "by the last number",
+                     f"minus {title} (95%, paired)", "McNemar p", "cut", "tokens"], lines)
+
+
+def pass_at(k, correct, n):
+    """The probability that at least one of k samples is correct, if `correct` of n are: 1 -
+    C(n - c, k) / C(n, k)."""
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def quantities(counted, n):
+    """{name: its value for each question}. counted: from `counts`."""
+    sizes = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
+    found = {f"pass@{k}": [pass_at(k, int(c), n) for c, _ in counted] for k in sizes}
+    return found | {f"majority@{n}": [value for _, value in counted]}
 
 
 # ---- comparisons on tiny models ------------------------------------------------------------------
@@ -532,9 +695,9 @@ def exact_ratios(rows):
 def gsm8k_on_a_cpu(logs):
     """Each model is compared with the fine-tuned one, "cold", and GSPO with GRPO."""
     models = {name: logs[f"cpu/{name}"] for name in ("cold", "sft", "grpo", "gspo")}
-    text = answers.table(models, "cold", "the fine-tuned model")
+    text = answer_table(models, "cold", "the fine-tuned model")
     for temperature in 0.0, 1.0:
-        difference, p = answers.difference(models["grpo"], models["gspo"], temperature)
+        difference, p = paired_difference(models["grpo"], models["gspo"], temperature)
         text += f"\ngspo minus grpo, temperature {temperature}: {difference}, p {p}\n"
     return text
 
@@ -616,7 +779,7 @@ def gsm8k_steps(logs):
 
 def correct(run, when, temperature=0.0):
     """1 or 0 for each answer of a model, in the order of the questions."""
-    return answers.column(run.get(when, []), temperature)
+    return answer_column(run.get(when, []), temperature)
 
 
 def sums_line(name, run):
@@ -673,11 +836,11 @@ def range_table(logs):
 
 def sums_on_gsm8k(runs):
     """The accuracy on 192 short questions of GSM8K after some runs."""
-    before = answers.column(runs["gspo_2"]["gsm8k_before"], 0.0, "last_number")
+    before = answer_column(runs["gspo_2"]["gsm8k_before"], 0.0, "last_number")
     lines = [["pre-trained", mean_text(before), ""]]
     for name, run in runs.items():
         if "gsm8k_after" in run:
-            after = answers.column(run["gsm8k_after"], 0.0, "last_number")
+            after = answer_column(run["gsm8k_after"], 0.0, "last_number")
             lines.append([name, mean_text(after), points(before, after)])
     return markdown(["model", "greedy accuracy (95%)", "minus pre-trained"], lines)
 
@@ -752,16 +915,16 @@ def pass_at_k(logs):
         if name.startswith("pass_at_k/"):
             _, pair, when = name.split("/")
             counted = list(zip(rows[0]["correct"], rows[0]["majority"], strict=True))
-            pairs.setdefault(pair, {})[when] = answers.quantities(counted, rows[0]["samples"])
+            pairs.setdefault(pair, {})[when] = quantities(counted, rows[0]["samples"])
     lines = []
     outcomes = []
     for pair, found in pairs.items():
         before, after = found["before"], found["after"]
         for when, values in found.items():
             lines.append([f"{pair}, {when}", *map(mean_text, values.values())])
-        lines.append([f"{pair}, gain", *map(answers.gain, before.values(), after.values())])
+        lines.append([f"{pair}, gain", *map(gain, before.values(), after.values())])
         majority = list(before)[-1]
-        versus = answers.gain(after["pass@1"], before[majority])
+        versus = gain(after["pass@1"], before[majority])
         outcomes.append([pair, len(before["pass@1"]), versus])
     worlds = [found for pair, found in pairs.items() if pair.startswith("world")]
     means = {when: [[fmean(found[when][name]) for found in worlds] for name in before]
@@ -778,7 +941,7 @@ def pass_at_k(logs):
 
 def majority_of_many(log):
     """A sentence on the starting model of the lesson, which was asked many times."""
-    found = answers.quantities(list(zip(log["correct"], log["majority"])), log["samples"])
+    found = quantities(list(zip(log["correct"], log["majority"])), log["samples"])
     texts = ", ".join(f"{name} {mean_text(found[name])}" for name in ("pass@1", list(found)[-1]))
     return f"World 0 before training, with {log['samples']} samples per question: {texts}.\n"
 

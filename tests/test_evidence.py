@@ -16,7 +16,7 @@ from evidence import compare, lesson_seeds, sums, tables, tasks
 from gspo import clip_fraction, sequence_ratio
 from lesson import tiny
 from tests.conftest import TOP, one_line
-from tools.logs import mean_difference, read, write_packed
+from tools.logs import read, write
 
 # ---- tables and pictures -------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class TestRuns:
         wanted = compare.missing(jobs + jobs, path)
         assert wanted == jobs and len(jobs) == 12, "each run once"
         another = jobs[-1] | {"variant": tasks.variant("grpo", 0.3)}  # of another experiment
-        write_packed(path, {"runs": [*jobs[:-1], another]})
+        write(path, [{"log": "runs"} | job for job in [*jobs[:-1], another]])
         assert compare.missing(jobs, path) == jobs[-1:]
         tuned = compare.tuned_jobs(6)
         assert not compare.missing(tuned, tables.LOGS / "learning_rates.jsonl.gz")
@@ -301,7 +301,7 @@ def test_the_lesson_shows_where_gspo_helps_and_where_not():
     ends = {}
     for row in sorted(tables.logs("measurements")["stale"], key=lambda row: row["world"]):
         ends.setdefault((row["age"], *row["clip"][:2]), []).append(row["accuracy"])
-    stale = {(age, low): mean_difference(own, ends[age, "grpo", 0.2])
+    stale = {(age, low): tables.mean_difference(own, ends[age, "grpo", 0.2])
              for (age, name, low), own in ends.items() if name == "gspo"}
     found.insert(-1, stale[4, 3e-4])
     assert shown == found

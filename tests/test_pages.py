@@ -1,13 +1,11 @@
 """The pages: their links lead somewhere, their code runs and prints what they show, and the recipes
-of guides/ compute what they promise.
-
-The gradient of each update of a recipe agrees with a formula that is written out: one response at a
-time, without padding and micro-batches. A run that is killed continues as if it had not been."""
+of guides/ have the gradients of formulas that are written out, one response at a time."""
 import copy
 import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -19,24 +17,13 @@ from safetensors.torch import load_file
 
 import gspo
 import train_math
-from tests.conftest import (
-    SMOLLM2,
-    TOP,
-    block,
-    parity_reward,
-    run,
-    run_code,
-    settings,
-    train,
-    weights_of,
-    without_clocks,
-)
+from support.task import extract_answer
+from tests.conftest import SMOLLM2, TOP, block, parity_reward, run, run_code, train, weights_of
 from tools.logs import read
-from tools.warm_up import given_rollout, tiny_tokenizer
+from tools.warm_up import tiny_tokenizer
 
 FOUND = [path.relative_to(TOP) for kind in ("md", "ipynb") for path in TOP.rglob(f"*.{kind}")]
 FOUND = [path for path in FOUND if not path.parts[0].startswith((".", "runs"))]
-# Plans are not tested: they are kept as they were, with the links and commands of their day.
 LINKING = sorted(str(path) for path in FOUND if path.parent.name != "plans")
 OWN_TASK, RECIPES, PASTE, TRAINED = (
     f"guides/{name}.md" for name in ("own_task", "recipes", "paste", "trained_model"))
@@ -53,11 +40,7 @@ def names_of(page, *containing, **names):
     return names
 
 
-# ---- all pages: links, and code that runs --------------------------------------------------------
-
-
 def anchors(page):
-    """The anchors that GitHub makes from the headings of a page."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = set()
     for heading in re.findall(r"^#+ (.*)", text, re.MULTILINE):
@@ -68,7 +51,6 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", LINKING)
 def test_links_lead_to_files_and_headings(page):
-    """Relative links, also those to pictures. Addresses on the web are not tested."""
     missing = []
     for link in re.findall(r"\]\(([^)\s]+)", text_of(page)):
         name, _, anchor = link.partition("#")
@@ -81,17 +63,14 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def added(code):
-    """The flag for the algorithm that the code adds."""
     return [f"--algorithm={name}" for name in re.findall(r'ALGORITHMS\["(\w+)"\] =', code)]
 
 
 @pytest.mark.parametrize("page", [page for page in LINKING if page.endswith(".md")])
 def test_blocks_print_what_they_say(page, command, whole, chat_model, tmp_path):
-    """Each ```python block runs beside gspo.py, unless it needs an optional package that is
-    missing, and prints the ```text block after it. A block that calls train_math.main gets flags,
-    here those of one step of the tiny model, and of the algorithm that it adds. A block that reads
-    the run runs/math reads one of the tiny model. A block that loads SmolLM2 loads the tiny model,
-    and its numbers are not on the page."""
+    """Each ```python block runs beside gspo.py, unless an optional package is missing, and prints
+    the ```text block after it. One that trains gets the flags of one step of the tiny model, which
+    also stands in for SmolLM2 and for the run runs/math."""
     blocks = re.findall(r"```python\n(.*?)```\n(?:\s*```text\n(.*?)```)?", text_of(page), re.DOTALL)
     for i, (code, output) in enumerate(blocks):
         flags = []
@@ -109,7 +88,6 @@ def test_blocks_print_what_they_say(page, command, whole, chat_model, tmp_path):
 
 @pytest.mark.parametrize("page", ["README.md", "lesson/README.md"])
 def test_six_lines_are_gspo_loss(page):
-    """On a batch without NaN and without empty responses."""
     torch.manual_seed(0)
     old = -torch.rand(32, 9)
     new = (old + 1e-3 * torch.randn(32, 9)).requires_grad_()
@@ -128,46 +106,27 @@ def test_pencil_rows_are_the_example_s():
     assert set(table[1].splitlines()) <= set(printed.splitlines())
 
 
-# ---- rewards, and the trained model --------------------------------------------------------------
-
-
 def test_a_reward_with_two_parts_logs_both():
     logged = {}
-    reward = names_of(OWN_TASK, "log_metric")["reward"]
     texts = ["7", "8", "7 or 8", "17"]
+    reward = names_of(OWN_TASK, "log_metric")["reward"]
     assert reward(texts, texts, [7] * 4, logged.__setitem__) == [1.2, 0.2, 0, 0.2]
     assert logged == {"accuracy": [1, 0, 0, 0], "is_number": 3 / 4}
 
 
-def test_a_reward_gets_lengths_and_whether_a_response_was_cut(fresh):
-    seen = []
-
-    def reward(prompts, completions, completion_ids, cut, **columns):
-        seen.append((completions, completion_ids, cut))
-        return [0.01 * len(ids) for ids in completion_ids]
-
-    train(fresh, held_out=2, reward=reward, max_steps=2, max_completion_length=60)
-    for texts, ids, cut in seen:
-        assert texts == fresh[1].batch_decode(ids, skip_special_tokens=True)
-        assert cut == [len(response) == 60 for response in ids]
-    assert {True, False} == {is_cut for _, _, cut in seen for is_cut in cut}
-
-
-def test_the_reward_of_the_front_page_accepts_a_word_and_a_sentence():
+def test_the_reward_of_the_front_page_accepts_the_answer_alone():
     reward = names_of("README.md", "def reward")["reward"]
-    texts = ["Paris", "The capital of France is Paris.", "paris!", "Paris or Rome", "", "Pari"]
-    assert reward(texts, texts, ["Paris"] * 6) == [1, 1, 1, 0, 0, 0]
-    texts = ["Female", '"Male".\n', "It is 7."]
-    assert reward(texts, texts, ["male ", "male ", 7]) == [0, 1, 1]  # an answer may be a number
-    golds = ["-5", 3.5, "1,000", "5%", "1/2", "2024-01-02", "(B)", "don't", "**Yes**"]
-    assert reward(golds, [f"It is {gold}." for gold in golds], golds) == [1] * len(golds)
-    texts = ["-5", "0.5", "1/2", "10", "", "..."]
-    assert reward(texts, texts, ["5", "5", "2", "0", "", ""]) == [0] * 6
+    golds = ["Paris", "male ", 7, "-5", 3.5, "1,000", "5%", "1/2", "(B)", "don't", "**Yes**"]
+    assert reward(golds, [f'"{gold}".\n'.upper() for gold in golds], golds) == [1] * len(golds)
+    texts = ["This message is about payment, not billing.", "Not billing", "Billing or payment", "",
+             "It is billing.", "bill", "No.\nBilling"]
+    assert reward(texts, texts, ["billing"] * 7) == [0] * 7
+    assert reward(["-5", "", "..."], ["-5", "", "..."], ["5", "", ""]) == [0] * 3
 
 
 def test_the_default_reward_refuses_what_the_page_says():
     for text in r"\boxed{5 + 3}", r"\boxed{42 000}", "#### 5-3":
-        assert f"`{text}`" in text_of(OWN_TASK) and train_math.extract_answer(text) is None
+        assert f"`{text}`" in text_of(OWN_TASK) and extract_answer(text) is None
 
 
 def test_math_verify_accepts_fractions():
@@ -181,7 +140,6 @@ def test_math_verify_accepts_fractions():
 
 def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(
         chat_model, command, tmp_path, monkeypatch, capsys):
-    """Of a run with a system prompt. The chat template shows everything."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "math"
     flags = ["--model", str(chat_model), "--system", "Be brief.", "--max_steps", "1"]
@@ -191,40 +149,7 @@ def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(
     assert row["eval_reward"] == rows[-1]["eval_reward"] and row["eval_questions"] == 4
     assert row["eval_results"] == read(folder / "eval_1.jsonl")
     assert capsys.readouterr().out.splitlines()[-1] == str(row["eval_reward"])
-    asked = json.loads(re.search(r"such as\s`(\[{.*?}\])`", text_of(TRAINED), re.DOTALL)[1])
-    row = train_math.evaluate(names["model"], names["tokenizer"], asked, names["cfg"])
-    assert row["eval_results"][0]["gold"] == "144" and row["eval_results"][0]["response"]
 
-
-@pytest.mark.parametrize("learning_rate", ["0", "1e-3"])
-def test_supervised_fine_tuning_trains_on_the_answers_only(
-        chat_model, tmp_path, monkeypatch, learning_rate):
-    """Its first losses are means over the tokens of the answers after the prompts of the script."""
-    monkeypatch.chdir(TOP)
-    code = block(RECIPES, "-100").replace("lr=1e-5", f"lr={learning_rate}")
-    code = code.replace(SMOLLM2, str(chat_model)).replace("runs/sft", str(tmp_path))
-    losses = []
-    names = {"print": lambda text: losses.append(float(text.split()[-1]))}
-    exec(code, names)
-    model, tokenizer = train_math.load(str(chat_model), "cpu")
-    after, _ = train_math.load(str(tmp_path / "model"), "cpu")
-    assert torch.equal(weights_of(after), weights_of(names["model"]))
-    if learning_rate != "0":
-        assert losses[2] < losses[1] < losses[0]
-        return
-    prompts = train_math.encode_prompts(
-        tokenizer, names["rows"], settings(instruction=names["instruction"]))
-    expected = 0
-    for prompt, row in zip(prompts, names["rows"]):
-        answer = tokenizer(row["answer"]).input_ids + [tokenizer.eos_token_id]
-        batch = train_math.MicroBatch(given_rollout([prompt], [answer]), torch.ones(1), [0], "cpu")
-        total = train_math.response_log_probs(model, batch, 1.0).sum().item()
-        expected -= total / len(answer) / len(prompts)
-    assert losses == pytest.approx([expected] * 3, abs=6e-4)
-    assert torch.equal(weights_of(after), weights_of(model))
-
-
-# ---- recipes with a loss, a sampler or a state of their own --------------------------------------
 
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
 FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_tokens", "200",
@@ -232,10 +157,8 @@ FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_t
 PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 CODES = {  # texts in the blocks of each recipe. LoRA replaces two functions of the KL penalty.
     "token_mean": ["leave_one_out"], "kl": ["gspo_kl"], "lora": ["gspo_kl", "get_peft_model"],
-    "tis": ["gspo_tis"], "masked": ["gspo_tis"], "entropy": ["gspo_entropy"],
-    "both": ["leave_one_out", "is_equal"],
-    "off_policy": ["before or current"], "tools": ["is_sampled"],
-    "dynamic": ["is_equal"]}
+    "tis": ["gspo_tis"], "entropy": ["gspo_entropy"], "both": ["leave_one_out", "is_equal"],
+    "off_policy": ["before or current"], "tools": ["is_sampled"], "dynamic": ["is_equal"]}
 PARTS = *train_math.Parts.__annotations__,
 
 
@@ -253,8 +176,7 @@ def rewards_of(rollout):
 def recipe(command, monkeypatch, tmp_path):
     """A function that runs a recipe and returns its updates. An update is (the model before it, the
     gradients, the rollouts until then). A rollout is (the model before its step, the Rollout)."""
-    rollouts = []
-    updates = []
+    rollouts, updates = [], []
     monkeypatch.setattr(train_math, "correctness_reward", reward)
 
     def run(name, folder="run", **more):
@@ -296,14 +218,12 @@ def advantage(rollout, i):
 
 
 def distributions(model, rollout, i):
-    """The log-probs of all tokens at each place of one response."""
     prompt, response = rollout.prompts[i], rollout.responses[i]
     ids = torch.tensor([prompt + response])
     return model(input_ids=ids).logits[0, len(prompt) - 1:-1].log_softmax(-1)
 
 
 def log_probs(model, rollout, i):
-    """The log-probs of the sampled tokens of one response."""
     response = rollout.responses[i]
     each = distributions(model, rollout, i)[range(len(response)), response]
     return each[torch.tensor(rollout.is_sampled[i])]
@@ -314,7 +234,6 @@ def clipped(ratio, value):
 
 
 def gspo_term(model, old_model, rollout, i):
-    """The term of one response in GSPO's loss, and the log-probs of its tokens."""
     new = log_probs(model, rollout, i)
     old = log_probs(old_model, rollout, i).detach()
     return -clipped((new - old).mean().exp(), advantage(rollout, i)) / 8, new, old
@@ -346,12 +265,6 @@ def tis(model, rollouts, i, indices):
     return loss * min(weight, 2)
 
 
-def masked(model, rollouts, i, indices):
-    """The sampler's log-probs of every second response are too far away (half_smaller)."""
-    start, rollout = rollouts[-1]
-    return gspo_term(model, start, rollout, i)[0] * (i % 2 == 0)
-
-
 def entropy(model, rollouts, i, indices):
     start, rollout = rollouts[-1]
     table = distributions(model, rollout, i)
@@ -376,21 +289,12 @@ def tools(model, rollouts, i, indices):
 
 
 def half_smaller(names, parts):
-    """A sampler whose probabilities are 4% smaller in every second response."""
     def generate(*arguments):
         responses, log_probs = train_math.generate(*arguments)
         log_probs[1::2] -= 0.04
         return responses, log_probs
 
     parts["generate"] = generate
-
-
-def other_weight(names, parts):
-    """The page's other weight, which is 1 or 0."""
-    weight = re.search(r"\n    weight = .*\.float\(\)\n", text_of(RECIPES))[0]
-    code = re.sub(r"\n    weight = .*\n", weight, block(RECIPES, "gspo_tis"))
-    exec(code.split("\ntrain_math.main(")[0], names)
-    half_smaller(names, parts)
 
 
 def calculator(names, parts):
@@ -400,17 +304,16 @@ def calculator(names, parts):
         *others[:-1], torch.cat([others[-1], torch.tensor(DIGITS)]))
 
 
-PREPARE = {"tis": half_smaller, "masked": other_weight, "tools": calculator}
-SLOW = [("kl", kl), ("lora", kl), ("tis", tis), ("masked", masked), ("entropy", entropy),
-        ("both", token_mean), ("tools", tools)]
+PREPARE = {"tis": half_smaller, "tools": calculator}
+SLOW = [("kl", kl), ("lora", kl), ("tis", tis), ("entropy", entropy), ("both", token_mean),
+        ("tools", tools)]
 
 
 @pytest.mark.parametrize("name, direct", [
     ("token_mean", token_mean), ("off_policy", off_policy),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_gradients_agree_with_formulas(recipe, name, direct):
-    updates = recipe(name)
-    assert len(updates) == 6, "each minibatch has a gradient"
+    updates = recipe(name)[-6:]  # of three steps
     for number, (model, found, rollouts) in enumerate(updates):
         indices = range(8, 16) if number % 2 else range(8)
         loss = sum(direct(model, rollouts, i, indices) for i in indices)
@@ -419,24 +322,9 @@ def test_gradients_agree_with_formulas(recipe, name, direct):
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_merged_adapters_give_the_same_log_probs_in_float32_but_not_in_bf16(fresh):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
-    model = peft.get_peft_model(copy.deepcopy(fresh[0]), config)
-    merged = copy.deepcopy(model).merge_and_unload()
-    rounded = copy.deepcopy(merged).bfloat16().float()
-    ids = torch.randint(3, 50, (4, 30))
-    with torch.no_grad():
-        table, *others = (each(ids).logits.log_softmax(-1) for each in (model, merged, rounded))
-    gap, gap_in_bf16 = ((other - table).abs().mean() for other in others)
-    assert gap < 1e-6 and gap_in_bf16 > 100 * gap
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 def test_a_killed_run_continues(recipe, name, tmp_path):
-    """It is killed after the updates of step 3, and was saved after step 2."""
     def kill(row):
         if row["step"] == 3:
             raise KeyboardInterrupt
@@ -444,11 +332,10 @@ def test_a_killed_run_continues(recipe, name, tmp_path):
     recipe(name, "whole")
     with pytest.raises(KeyboardInterrupt):
         recipe(name, "killed", on_step=kill)
-    assert len(json.loads(torch.load(tmp_path / "killed" / "state.pt")["rows"])) == 3
     recipe(name, "killed")
     folders = [tmp_path / folder for folder in ("whole", "killed")]
-    whole, killed = (without_clocks(read(folder / "metrics.jsonl")) for folder in folders)
-    assert whole == killed and whole[3]["grad_norm"] > 0
+    norms = [[row.get("grad_norm") for row in read(at / "metrics.jsonl")] for at in folders]
+    assert norms[0] == norms[1] and norms[0][3] > 0
     states = [torch.load(folder / "state.pt") for folder in folders]
     torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=0, atol=0)
 
@@ -468,7 +355,6 @@ train_math.train = functools.partial(
 
 
 def one_prompt_at_a_time(model, prompts, group_size, max_length, temperature, end_ids):
-    """Responses that do not depend on the other prompts of a process."""
     generated = []
     with torch.random.fork_rng():
         for prompt in prompts:
@@ -480,11 +366,9 @@ def one_prompt_at_a_time(model, prompts, group_size, max_length, temperature, en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("questions, minibatches", [("4", "2"), ("4", "4"), ("3", "1")])
+@pytest.mark.parametrize("questions, minibatches", [("4", "4"), ("3", "1")])
 def test_two_processes_equal_one_and_continue_after_a_kill(
         command, tmp_path, questions, minibatches):
-    """With four minibatches, some processes have no response with a gradient. With three questions,
-    the shares differ."""
     flags = [*command, "--prompts_per_step", questions, "--minibatches", minibatches,
              "--learning_rate", "3e-4", "--group_size", "2", "--max_steps", "5"]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -495,14 +379,13 @@ def test_two_processes_equal_one_and_continue_after_a_kill(
                 "--nproc_per_node", "2", tmp_path / "mine.py"]
     environment = os.environ | {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1"}
     for killed in {"KILLED_IN": "3"}, {}:
-        done = subprocess.run([*launcher, *flags, "--output_dir", two], capture_output=True,
-                              text=True, cwd=TOP, env=environment | killed)
-        assert (done.returncode == 0) is not bool(killed), done.stderr
+        done = subprocess.run([*launcher, *flags, "--output_dir", two], cwd=TOP,
+                              env=environment | killed)
+        assert (done.returncode == 0) is not bool(killed)
         assert len(json.loads(torch.load(two / "state.pt")["rows"])) == (3 if killed else 6)
-    for mine, other in zip(read(one / "metrics.jsonl"), read(two / "metrics.jsonl"), strict=True):
-        names = {"reward", "entropy", "response_length", "equal_reward_groups", "eval_reward"}
-        for name in names & mine.keys():
-            assert mine[name] == pytest.approx(other[name], rel=1e-4)
+    for name in "reward", "entropy", "response_length", "eval_reward":
+        found = [[row.get(name, 0) for row in read(at / "metrics.jsonl")] for at in (one, two)]
+        assert found[0] == pytest.approx(found[1], rel=1e-4)
     weights, others = (torch.load(folder / "state.pt")["model"] for folder in (one, two))
     torch.testing.assert_close(weights, others, rtol=0, atol=5e-6)
 
@@ -513,23 +396,19 @@ def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeyp
     seen = []
 
     def reward(prompts, completions, **columns):
-        """0.1 or 0.3, whose equal groups have a standard deviation that is rounded to 1e-8."""
         seen.append(list(zip(prompts, completions)))
         return [0.3 if odd else 0.1 for odd in parity_reward(prompts, completions)]
 
     equal = []
     for parts in {}, {"sample": sample}:
         seen.clear()
-        rows = train(copy.deepcopy(fresh), held_out=2, reward=reward, max_steps=6, group_size=3,
-                     **parts)
-        equal.append(sum(row["equal_reward_groups"] for row in rows[1:]) / 6)
-        assert all(row["log_ratio_first_max"] in (0, None) for row in rows[1:])
-    assert [len(prompts) for prompts in seen[:4]] == [2, 24, 12, 24]  # first an evaluation
-    assert set(seen[2]) <= set(seen[1]) and equal[1] < equal[0] / 2
+        rows = train(copy.deepcopy(fresh), reward=reward, max_steps=6, group_size=3, **parts)
+        equal.append(sum(row["equal_reward_groups"] for row in rows[1:]))
+    assert [len(prompts) for prompts in seen[:4]] == [24, 12, 24, 12]
+    assert set(seen[1]) <= set(seen[0]) and equal[1] < equal[0] / 2
 
 
 def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, tmp_path, monkeypatch):
-    """In place of a server, there are the four addresses of vLLM that the recipe needs."""
     server = copy.deepcopy(fresh[0])
     paths = []
 
@@ -546,71 +425,42 @@ def test_the_recipe_for_an_engine_sends_the_present_weights(fresh, tmp_path, mon
             responses, log_probs = train_math.generate(
                 server, asked["prompt"], asked["n"], asked["max_tokens"], asked["temperature"],
                 torch.tensor(asked["stop_token_ids"]))
-            for ids, row in zip(responses, log_probs):
-                values = {"token_logprobs": row[:len(ids)].tolist()}
+            for ids, row in zip(responses, log_probs.tolist()):
+                values = {"token_logprobs": row[:len(ids)]}
                 choices.append({"token_ids": ids, "logprobs": values})
         return io.BytesIO(json.dumps({"choices": choices}).encode())
 
     monkeypatch.setattr("urllib.request.urlopen", answer)
     generate = names_of(RECIPES, "engine_at")["engine_at"]("http://engine", tmp_path)
-    rows = train(fresh, held_out=2, generate=generate, max_steps=3)
+    rows = train(fresh, generate=generate, max_steps=3)
     assert all(row["sampler_gap"] < 1e-6 for row in rows[1:])
-    assert all(row["log_ratio_first_max"] == 0 for row in rows[1:])
-    assert paths[:3] == ["collective_rpc", "reset_prefix_cache", "v1/completions"]
-    assert len(paths) == 3 * paths.count("reset_prefix_cache")
+    assert paths == ["collective_rpc", "reset_prefix_cache", "v1/completions"] * 3
     monkeypatch.setattr(server, "load_state_dict", lambda weights: None)
     rows = train(fresh, generate=generate, max_steps=3)
     assert rows[3]["sampler_gap"] > 1e-3
 
 
-def test_the_recipe_for_very_long_responses_gives_the_same_weights(world):
-    """Gradient checkpointing keeps less for the backward pass, and changes no number."""
-    weights, stored, kept = [], [], []
-    count = torch.autograd.graph.saved_tensors_hooks(
-        lambda x: stored.append(x.numel()) or x, lambda x: x)
-    for parts in vars(train_math), names_of(RECIPES, "activation_checkpointing_enable"):
-        model, tokenizer = parts["load"](str(world / "model"), "cpu")
-        stored.clear()
-        with count:
-            *_, row = train((model, tokenizer), max_steps=2,
-                            response_log_probs=parts["response_log_probs"])
-        assert row["log_ratio_first_max"] == 0 < row["grad_norm"] and not model.training
-        weights.append(weights_of(model))
-        kept.append(sum(stored))
-    assert torch.equal(*weights) and kept[1] < kept[0] / 2
-
-
-# ---- paste.md ------------------------------------------------------------------------------------
-
-
-def test_sampled_responses_get_the_log_probs_of_single_texts(tiny):
-    """The file for a loop of one's own. Its last lines train, and are not run here."""
-    model, tokenizer = tiny
-    texts = ["Ann has 3 figs?", "Bob", "Eve has 12?"]
-    names = names_of(PASTE, "def sample(", __name__="pasted")
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-    found = []
-    for penalty in None, 5.0:  # some checkpoints have one
-        model.generation_config.repetition_penalty = penalty
-        torch.manual_seed(0)
-        found.append(names["sample"](model, inputs, 4, 40))
-    (ids, mask), (same, _) = found
-    lengths = mask.sum(1).tolist()
-    assert torch.equal(ids, same) and min(lengths) < 40 == max(lengths)
-    with torch.no_grad():
-        together = names["log_probs_of"](model, ids)
-        for i, length in enumerate(lengths):
-            prompt = tokenizer(texts[i // 4]).input_ids
-            whole = ids[i, :len(prompt) + length]
-            assert whole[:len(prompt)].tolist() == prompt
-            assert (whole[-1] == 1) == (length < 40) and 1 not in whole[len(prompt):-1]
-            alone = names["log_probs_of"](model, whole[None])[0, len(prompt) - 1:]
-            assert torch.allclose(together[i][mask[i]], alone, atol=1e-5)
+def test_four_lines_change_the_loop_for_an_own_task(chat_model, tmp_path):
+    rows = "".join(f"How many figs are {i} figs?,Q\n" for i in range(20))
+    (tmp_path / "my.csv").write_text("question,answer\n" + rows, encoding="utf-8-sig")
+    shutil.copy(TOP / "gspo.py", tmp_path)
+    code = text_of("lesson/loop.py").replace("import json", "import csv")
+    for line in block(PASTE, "MODEL =").splitlines():
+        start = re.escape(line[:line.index(" ", 4)])
+        (old,) = re.findall(rf"^{start} .*# yours.*$", code, re.MULTILINE)
+        code = code.replace(old, line)
+    assert "yours" not in code.split('"""')[2] and "json" not in code
+    code = code.replace(SMOLLM2, chat_model.as_posix()).replace("range(1, 9)", "range(1, 2)")
+    code = re.sub(r"\nif __name__", block(PASTE, "runs/loop") + r"\g<0>", code)
+    (tmp_path / "loop.py").write_text(code.replace("MAX_TOKENS = 128", "MAX_TOKENS = 1"))
+    done = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert re.fullmatch(r"step 1: reward \d\.\d\d\n", done.stdout), done.stderr
+    models = [train_math.load(folder, "cpu")[0] for folder in (tmp_path / "runs/loop", chat_model)]
+    assert not torch.equal(*map(weights_of, models)), "it is trained and saved"
 
 
 @pytest.mark.parametrize("loss", [gspo.gspo_loss, gspo.grpo_loss])
 def test_packed_sequences_and_the_mean_over_all_tokens(loss):
-    """The log-probs of four responses stand one after the other. Some responses are clipped."""
     def unpacked(x):
         return names_of(PASTE, "x.split(lengths)", torch=torch, x=x, lengths=lengths)["log_probs"]
 
