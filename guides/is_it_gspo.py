@@ -19,13 +19,13 @@ FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_t
 UNREAD = "?"  # the value of a setting that cannot be read
 ELSEWHERE = None  # the key for files and words that may have more settings
 LITERAL = re.compile(r"(?i)-?\.?\d[\d_.]*(e[-+]?\d+)?|[a-z][\w-]*|\[\]")
-VARIABLE = re.compile(r"\$\{?([A-Za-z][\w.]*)(?::?[-=]([^{}]*))?\}?")
+VARIABLE = re.compile(r"\$\{?([A-Za-z][\w.]*)(?::?[-=].*)?\}?")
 QUOTED = r"""f?"[^"\n]*"|f?'[^'\n]*'"""
-FLAG = re.compile(  # --name value, --name=value, "--name", "value", a.name=value, NAME=value
-    r"""(?<![^\s"'(,;])(?:--([A-Za-z][\w.-]*)(?:=|["']?,?[ \t]+|(?=["'\s]|$))"""
-    rf"""|[+~]*([A-Za-z_][\w.]*)=)(?=({QUOTED}|[^\s"'();|&,]*))""")
+FLAG = re.compile(  # --name value, --name=value, "--name", "value", a.b=value, ${NAME:-value}
+    r"""(?:(?<![^\s"'(,;])(?:--([A-Za-z][\w.-]*)(?:=|["']?,?[ \t]+|(?=["'\s]|$))|[+~]*([A-Za-z_]"""
+    rf"""[\w.]*)=)|\$\{{(\w+):?[-=])(?=({QUOTED}|[^\s"'();|&,}}]*))""")
 ASSIGNMENT = re.compile(  # name=value, a.name: str = value, a["name"] = value, "name": value
-    r"""\b([A-Za-z_]\w*)(?:["']?\]?\s*(?::\s*\w+\s*)?=(?!=)|["']\s*:)"""
+    r"""\b([A-Za-z_]\w*)(?:["']?\]?\s*(?::\s*\w+\s*)?[-+*/]?=(?!=)|["']\s*:)"""
     rf"""\s*(?=(?:({QUOTED}|[\w.+-]+)[ \t]*(?:[,)}}\]#;\n]|$))?)""")
 OTHER_CALLS = re.compile(r"\b(?!\w*(?:GRPO|GSPO|RLHF))\w*(?:Config|Arguments|Trainer)"
                          r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
@@ -34,7 +34,7 @@ OWN_LOSS = re.compile(
     r"transformers)\b)\S+ import (?:\([^)]*|[^(\n]*)(?:Trainer|GRPOConfig)\b")
 MORE = re.compile(  # a file of settings, ** in a configuration, a parser
     r"""(?<!\S)--(?:config|cfg)[= ]\S+|--config[-_]name[= ](?!["']?ppo_)\S+|-cn \S+|\s\+\w+=\S+"""
-    r"""|(?:GRPO|GSPO)\w*Config\([^()]*\*\*\w+|Parser\([^)]*GRPOConfig""")
+    r"""|\w+\.\w+=["']?\{\S+|(?:GRPO|GSPO)\w*Config\([^()]*\*\*\w+|Parser\([^)]*GRPOConfig""")
 LISTS = re.compile(r"\$\{?((?!\w*MODEL)\w*(?:ARGS|FLAGS|OPTS|OVERRIDES))\b")
 
 
@@ -45,7 +45,7 @@ def as_text(value, is_code=False):
         value = f"${value}"
     value = value.strip("\"'")
     if variable := VARIABLE.fullmatch(value):
-        return variable[2] or f"${variable[1]}"
+        return f"${variable[1]}"
     return value if LITERAL.fullmatch(value) else UNREAD
 
 
@@ -70,10 +70,10 @@ def from_text(text, is_code):
     found |= {mark: {"True"} for mark in re.findall(FACTS["marks"], text)}
     if not is_code or not engine_of(found):
         text = re.sub(r"(--\S*eps_clip)_low_high\s+(\S+)\s+(\S+)", r"\1_low \2 \1_high \3", text)
-        for flag, name, value in FLAG.findall(text):
+        for flag, name, other, value in FLAG.findall(text):
             if flag and value[:2] in ("", "--", "\\", "`", "^"):  # it has no value
                 value = "True"
-            found.setdefault((flag or name).replace("-", "_"), set()).add(as_text(value))
+            found.setdefault((flag or name or other).replace("-", "_"), set()).add(as_text(value))
     more = {one.strip() for one in MORE.findall(text)}
     more |= {name for name in LISTS.findall(text) if not re.search(rf"\b{name}\+?=", text)}
     return found | ({ELSEWHERE: more} if more else {})
@@ -85,7 +85,7 @@ def from_yaml(path):
     items = yaml.safe_load(path.read_text("utf-8-sig"))
     bases = items.pop("defaults", [])
     found = {}
-    for base in map(str, bases if isinstance(bases, list) else [bases]):
+    for base in [bases] if isinstance(bases, str) else map(str, bases):
         beside = path.parent / f"{base.removesuffix('.yaml')}.yaml"
         if beside.is_file():
             found |= from_yaml(beside)
@@ -132,7 +132,7 @@ def look(settings, engine, names, default):
             return value.replace(UNREAD, f"{UNREAD} {name}")
     if default in engine["same"]:
         return look(settings, engine, default, engine["same"][default])
-    return f"{UNREAD} {names}" if names and ELSEWHERE in settings else default
+    return f"${names}" if names and ELSEWHERE in settings else default
 
 
 def number(text):
@@ -157,7 +157,7 @@ def deviating(settings, engine, kind):
     for name, (default, expected, *switch) in engine[kind].items():
         value = look(settings, engine, name, default)
         is_on = not switch or look(settings, engine, *switch).lower() != "false"
-        if is_on and UNREAD not in value and not re.fullmatch(expected, value, re.IGNORECASE):
+        if is_on and value[:1] != "$" and not re.fullmatch(expected, value, re.IGNORECASE):
             yield FACTS["kinds"][kind].format(name=name.partition("|")[0], value=value)
 
 
