@@ -25,7 +25,7 @@ FLAG = re.compile(  # --name value, --name=value, "--name", "value", a.b=value, 
     r"""(?:(?<![^\s"'(,;])(?:--([A-Za-z][\w.-]*)(?:=|["']?,?[ \t]+|(?=["'\s]|$))|[+~]*([A-Za-z_]"""
     rf"""[\w.]*)=)|\$\{{(\w+):?[-=])(?=({QUOTED}|[^\s"'();|&,}}]*))""")
 ASSIGNMENT = re.compile(  # name=value, a.name: str = value, a["name"] = value, "name": value
-    r"""\b([A-Za-z_]\w*)(?:["']?\]?\s*(?::\s*\w+\s*)?[-+*/]?=(?!=)|["']\s*:)"""
+    r"""(?<![\w-])([A-Za-z_]\w*)(?:["']?\]?\s*(?::\s*\w+\s*)?[-+*/]?=(?!=)|["']\s*:)"""
     rf"""\s*(?=(?:({QUOTED}|[\w.+-]+)[ \t]*(?:[,)}}\]#;\n]|$))?)""")
 OTHER_CALLS = re.compile(r"\b(?!\w*(?:GRPO|GSPO|RLHF))\w*(?:Config|Arguments|Trainer)"
                          r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
@@ -92,7 +92,8 @@ def from_yaml(path):
         elif not re.fullmatch(FACTS["own_files"], base):
             found[ELSEWHERE] = {base}
     found |= flat(items)
-    return found if engine_of(found) else from_text("\n".join(map(str, items.values())), False)
+    commands = "\n".join(map(str, items.values()))
+    return found if engine_of(found) else found | from_text(commands, is_code=False)
 
 
 def settings_of(path):
@@ -229,8 +230,7 @@ def main(argv=None):
         settings = settings_of(cfg.file)
     except Exception as error:  # a file may hold anything
         settings = {ELSEWHERE: {f"{type(error).__name__}: {error}"}}
-    if cfg.trl:
-        settings["--trl"] = {"True"}
+    settings |= {"--trl": {"True"}} if cfg.trl else {}
     found, lines = judge(settings)
     print(json.dumps(found) if cfg.json else "\n".join(lines))
     return {"gspo": 0, "unknown": 4}.get(found["verdict"], 3)

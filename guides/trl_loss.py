@@ -19,12 +19,12 @@ class Loss(GRPOTrainer):
     current_gradient_accumulation_steps = 1
     max_completion_length = 10  # of dr_grpo
     args = model = SimpleNamespace(delta=None, steps_per_generation=1, training=True)
-    accelerator = Accelerator(cpu=True)
     _metrics = {"train": defaultdict(list)}
 
     def __init__(self, eps_low, eps_high):
         self.epsilon_low = eps_low
         self.epsilon_high = eps_high
+        self.accelerator = Accelerator(cpu=True)
 
     def _get_per_token_logps_and_entropies(self, log_probs, *others, **more):
         return log_probs, 0 * log_probs, None

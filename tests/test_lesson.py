@@ -18,7 +18,7 @@ from PIL import Image, ImageChops, ImageStat
 
 import gspo
 import train_math
-from evidence.successors import cispo_loss, sapo_loss
+from guides.losses import cispo_loss, sapo_loss
 from lesson import grow, pictures, tiny
 from tests.conftest import SMALL, TOP
 from tools.logs import read
