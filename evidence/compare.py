@@ -15,6 +15,7 @@ starting models are kept in runs/comparisons, and those of the small world in ru
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -27,8 +28,10 @@ from filelock import FileLock
 from tqdm import tqdm
 
 import train_math
-from evidence import successors, tasks
+from evidence import tasks
 from evidence.tables import GRID, LOGS, MODELS, QUESTIONS, comparison, learning_rates, read_runs
+from gspo import _log_ratio, _loss, _token_mean, sequence_ratio
+from guides import losses
 from lesson import tiny
 from tools.logs import append, make_writable
 from tools.warm_up import tiny_model, tiny_tokenizer
@@ -38,6 +41,7 @@ COLD = ROOT / "runs" / "comparisons"
 KEPT = ("reward", "response_length", "entropy", "clip_fraction", "log_ratio_std", "grad_norm",
         "seconds")
 TUNED = "tuned"
+BUDGET = 210  # tokens, the divisor of Dr. GRPO
 RANGES = {  # of "tuned": the lower ones, chosen on other starting models at a rate of 3e-4
     "long": {"GSPO": 0.01, "GRPO": 0.1, "no clip": tasks.NO_LOWER_BOUND},
     "world": {"GSPO": 0.03, "GRPO": 0.4, "no clip": tasks.NO_LOWER_BOUND}}
@@ -88,6 +92,40 @@ def accuracy(model, tokenizer, task, cold, name, temperature):
 # ---- one run -------------------------------------------------------------------------------------
 
 
+def surrogate(weight, gate, cap=None, negatives=1.0):
+    """A loss that separates the two roles of the importance ratio: the weight, which multiplies a
+    token's gradient, and the gate, which decides whether the token is clipped.
+
+    The gradient of token t of response i is multiplied by w_{i,t} A_i / |y_i|, or by 0 if the ratio
+    of the gate is outside the clip range. weight and gate are "token", "sequence" or "one" (a ratio
+    that is always 1). (token, token) has GRPO's gradient (Eq. 12), and (sequence, sequence) has
+    GSPO's (Eq. 10). The values of the losses differ from theirs.
+    cap: the largest weight. negatives: a factor for every A < 0."""
+    def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator=None):
+        with torch.no_grad():
+            token = _log_ratio(log_probs, old_log_probs, mask).exp()
+            sequence = sequence_ratio(log_probs, old_log_probs, mask)[:, None].expand_as(token)
+            ratios = {"token": token, "sequence": sequence, "one": torch.ones_like(token)}
+            a = advantages[:, None]
+            above = (a > 0) & (ratios[gate] > 1 + eps_high)
+            below = (a < 0) & (ratios[gate] < 1 - eps_low)
+            pushed = a.where(a > 0, negatives * a)
+            pushed = ratios[weight].clamp(max=cap or torch.inf) * pushed
+            coefficient = pushed.masked_fill(above | below, 0)
+        return _loss(_token_mean(coefficient * log_probs, mask), denominator)
+    return loss
+
+
+def fspo_loss(log_probs, old_log_probs, advantages, mask, low, high, denominator=None):
+    """FSPO (2509.09177): the clipped objective with the ratio of the whole response, without GSPO's
+    length normalisation. The clip range is e^(-low sqrt|y|) to e^(high sqrt|y|), as in the abstract
+    of version 3. The abstract of version 1 also has a drift term, which is not in here."""
+    root = mask.sum(dim=1).sqrt()
+    ratio = _log_ratio(log_probs, old_log_probs, mask).sum(dim=1).clamp(max=20).exp()
+    clipped = ratio.clamp((-low * root).exp(), (high * root).exp())
+    return _loss(torch.minimum(ratio * advantages, clipped * advantages), denominator)
+
+
 def algorithm_of(spec):
     """The entry of train_math.ALGORITHMS for this variant. Its ratio and its range are those of the
     variant's own clip, so that clip_fraction is, too."""
@@ -95,20 +133,30 @@ def algorithm_of(spec):
     low, high = clip_range(spec)
     if "loss" in spec:
         weight, gate, cap, *more = spec["loss"]  # more: parts of finished experiments, and a factor
-        loss = successors.surrogate(weight, gate, cap, *more[2:])
+        loss = surrogate(weight, gate, cap, *more[2:])
         algorithm = algorithm._replace(loss=loss, ratio="sequence" if gate == "one" else gate)
     if "successor" in spec:
         name = spec["successor"]
-        own_loss = getattr(successors, name + "_loss")
+        row = train_math.ALGORITHMS.get(name)
+        own_loss = fspo_loss if name == "fspo" else row.loss
         numbers = low, high  # which gspo.py might not accept as a clip range
+        if name == "gmpo":
+            numbers = low, high = 1 - math.exp(-low), math.exp(high) - 1
+        if name in ("sapo", "cispo", "fspo"):  # clip nothing, or in a range of each length
+            low, high = 1.0, 1e9
 
         def loss(log_probs, old_log_probs, advantages, mask, eps_low, eps_high, denominator):
-            return own_loss(log_probs, old_log_probs, advantages, mask, *numbers, denominator)
+            lengths = mask.sum(dim=1)
+            mean = lengths.float().mean()
+            divisors = {"cispo": mean, "dapo": mean, "dr_grpo": BUDGET, "luspo": 1}
+            if name in divisors:
+                advantages = advantages * lengths / divisors[name]
+            with mock.patch.multiple(losses, TAU_LOW=numbers[0], TAU_HIGH=numbers[1]):
+                return own_loss(log_probs, old_log_probs, advantages, mask, *numbers, denominator)
 
-        ratio, low, high = successors.clip_of(name, low, high)
-        algorithm = algorithm._replace(loss=loss, ratio=ratio)
+        algorithm = algorithm._replace(loss=loss, ratio=row.ratio if row else "token")
         if name == "dr_grpo":
-            algorithm = algorithm._replace(advantages=successors.centred_advantages)
+            algorithm = algorithm._replace(advantages=losses.centred_advantages)
     return algorithm._replace(eps_low=low, eps_high=high)
 
 

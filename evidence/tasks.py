@@ -204,8 +204,8 @@ def settings_of(task):
 #     algorithm   of train_math.py
 #     eps         the lower clip range (the upper one is 4/3 of it), or both as a list
 #     epochs, minibatches, learning_rate, max_steps    settings of train_math.py
-#     loss        the arguments of successors.surrogate
-#     successor   a loss of successors.py
+#     loss        the arguments of compare.surrogate
+#     successor   an algorithm of guides/losses.py, or fspo
 #
 # Most experiments are data: the rows "experiments" of the log. Some of their variants have parts
 # that were deleted. README.md says which commit has them.
@@ -222,7 +222,7 @@ def variant(algorithm, eps, task="long", epochs=4, **pieces):
 
 
 def all_losses(gspo, grpo, **more):
-    """GSPO, GRPO, and later losses with the two numbers that successors.py explains, from summaries
+    """GSPO, GRPO, and later losses with the two numbers of their losses, from summaries
     or in common use. README.md says which have no source."""
     later = {"SAPO": [1.05, 1.0], "CISPO": [1, 5.0], "GMPO": [0.4, 0.4], "FSPO": [0.03, 0.03],
              "LUSPO": [2e-3, 2.5e-3], "DAPO": [0.2, 0.28], "Dr. GRPO": [0.2, 0.2]}

@@ -16,7 +16,7 @@ from PIL import Image, ImageChops, ImageStat
 
 import gspo
 import train_math
-from evidence.successors import cispo_loss, sapo_loss
+from guides.losses import cispo_loss, sapo_loss
 from lesson import grow, loop, pictures, tiny
 from tests.conftest import SMALL, TOP, rollout_of, settings, spy, sums
 from tools.logs import read
