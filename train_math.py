@@ -358,7 +358,7 @@ def train(cfg, model, tokenizer, questions, held_out=(), on_step=None, **replace
 def trial(model, tokenizer, questions, cfg, parts):
     """One short step at learning rate 0, so that a mistake in a part shows before the long work. On
     CUDA, also an update of full size. Refused: sampler and training disagree, or it cannot fit."""
-    def build_minibatches(rollout, advantages, cfg):  # equal rewards would leave nothing to update
+    def with_gradient(rollout, advantages, cfg):  # equal rewards would leave nothing to update
         return parts.build_minibatches(rollout, torch.ones_like(advantages), cfg)
 
     prompts = parts.encode_prompts(tokenizer, questions, cfg)
@@ -367,8 +367,8 @@ def trial(model, tokenizer, questions, cfg, parts):
     optimizer = parts.make_optimizer(model)  # its memory counts in fit_micro_batch
     short = replace(cfg, group_size=2, minibatches=1, epochs=1, learning_rate=0,
                     max_completion_length=8)
-    with_gradient = replace(parts, build_minibatches=build_minibatches)
-    row = train_step(model, tokenizer, optimizer, questions[:2], 0, short, with_gradient)
+    row = train_step(model, tokenizer, optimizer, questions[:2], 0, short,
+                     replace(parts, build_minibatches=with_gradient))
     limit = 0.02 if parts.generate is generate and parts.sample is sample else 0.5
     if not (row["sampler_gap"] or 0) <= limit:  # also if it is NaN
         raise Refused(f"sampler and training disagree by {row['sampler_gap']:.2g} nats per token. "
