@@ -90,7 +90,6 @@ def test_accelerate_divides_by_the_micro_batches_once_more():
 
 
 def run_block(containing):
-    """The names that a block of paste.md defines."""
     names = {"__name__": "pasted"}
     exec(compile(block("guides/paste.md", containing), f"block with {containing}", "exec"), names)
     return names
