@@ -323,7 +323,7 @@ def test_gradients_agree_with_formulas(recipe, name, direct):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", sorted(CODES.keys() - {"off_policy"}))
 def test_a_killed_run_continues(recipe, name, tmp_path):
     def kill(row):
         if row["step"] == 3:

@@ -56,7 +56,7 @@ def test_a_wrong_path_is_refused_before_the_work(module, words, out, tmp_path, m
 def label_reward(prompts, completions, answer, log_metric, **columns):
     log_metric("length", [len(text) for text in completions])
     log_metric("half", torch.tensor(0.5))
-    log_metric("word", ["a"] * len(completions))
+    log_metric("word", [Path("a")] * len(completions))
     return [float(gold == "#### 1") for gold in answer]
 
 

@@ -1,1 +1,0 @@
-"""Tools of lesson/ and evidence/, which train_math.py never imports."""

@@ -65,7 +65,8 @@ def results_of(row, cfg):
         result["cut"] = result["tokens"] == cfg.max_completion_length
     for name, values in row.items():
         if not name.startswith(NO_METRICS):
-            values = values.tolist() if hasattr(values, "tolist") else values
+            if hasattr(values, "tolist"):
+                values = values.tolist()
             is_list = isinstance(values, list) and len(values) == len(results)
             for i, result in enumerate(results):
                 result.setdefault(name.removeprefix("eval_"), values[i] if is_list else values)

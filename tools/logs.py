@@ -11,8 +11,7 @@ from pathlib import Path
 
 
 def contents(path):
-    """The bytes of a file, b"" if it does not exist. A .gz file is decompressed, apart from an end
-    that is incomplete."""
+    """The bytes of a file, b"" without one; of a .gz file, all that can be decompressed."""
     if not path.exists():
         return b""
     data = path.read_bytes()
@@ -46,7 +45,8 @@ def read_packed(path):
 
 
 def lines_of(rows):
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    texts = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    return "".join(texts).encode()
 
 
 def append(path, *rows):
