@@ -1,410 +1,300 @@
-"""The tools of tools/: logs, intervals, evaluate and plot."""
-
+"""The tools of tools/: logs, answers, evaluate, plot and warm_up."""
+import io
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import train_math
-from evidence import compare, lesson_seeds, rounding
-from evidence import sums as evidence_sums
-from homework import find_the_bug
 from support.runs import checksum
-from tests.conftest import one_line, parity_reward, spy, sums, write_jsonl
-from tools import answers, evaluate, logs, plot, warm_up
-from tools.logs import mean_difference, mean_text, paired, read
-
-
-def nothing(*arguments, **more):
-    raise AssertionError("this must not be called")
-
-
-# ---- logs.py -------------------------------------------------------------------------------------
+from support.task import load_questions
+from tests.conftest import at_call, one_line, parity_reward, spy, sums, weights_of, write_jsonl
+from tools import evaluate, logs, plot, warm_up
+from tools.logs import read
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
-def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path, name):
+def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path, monkeypatch, name):
     path = tmp_path / name
     assert read(path) == []
     rows = [{"step": 0}, {"step": 1, "word": "−5"}]
     logs.write(path, rows)
-    logs.append(path, {"step": 2})
-    assert read(path) == [*rows, {"step": 2}]
+    logs.append(path, {"step": 2}, {"step": 3})
+    assert read(path) == [*rows, {"step": 2}, {"step": 3}]
     data = path.read_bytes()
+    monkeypatch.setattr(Path, "replace", None)
+    with pytest.raises(TypeError):
+        logs.write(path, [{"step": 1}])
+    assert path.read_bytes() == data, "an interrupted write leaves the old file"
     if path.suffix == ".gz":
         assert data[:2] == b"\x1f\x8b"
         path.write_bytes(data[:-12])
         assert read(path)[:2] == rows
     else:
-        path.write_bytes(data + '{"step": 3, "word": "−'.encode()[:-1])
-        logs.append(path, {"step": 4})
-        assert read(path) == [*rows, {"step": 2}, {"step": 4}]
+        path.write_bytes(data + '{"step": 4, "word": "−'.encode()[:-1])
+        logs.append(path, {"step": 5})
+        assert read(path)[3:] == [{"step": 3}, {"step": 5}]
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "log.jsonl"
-    logs.write(path, [{"step": 0}])
-    monkeypatch.setattr(Path, "replace", nothing)
-    with pytest.raises(AssertionError):
-        logs.write(path, [{"step": 1}])
-    assert read(path) == [{"step": 0}]
+@pytest.mark.parametrize("module, words", [
+    (plot, ". --output OUT.png"), (evaluate, "OUT --model x"),
+    (warm_up, "metrics.jsonl --model x --instruction= --output_dir OUT")])
+@pytest.mark.parametrize("out", ["file/new", "file/more/new"])
+def test_a_wrong_path_is_refused_before_the_work(module, words, out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    write_jsonl(Path("metrics.jsonl"), [{"question": "x", "answer": "y", "step": 0}])
+    for owner, name in (plot, "draw"), (warm_up, "load"), (evaluate, "load_questions"):
+        monkeypatch.setattr(owner, name, None)
+    assert "cannot be written" in one_line(module.main, *words.replace("OUT", out).split())
 
 
-def test_packed_logs_come_out_as_they_went_in(tmp_path, capsys):
-    runs = {"a/before": [{"step": 0, "word": "−5"}, {"step": 1}], "b": [{"step": 7}]}
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    for name, rows in runs.items():
-        logs.write(tmp_path / "runs" / f"{name}.jsonl", rows)
-    packed = tmp_path / "all.jsonl"
-    logs.main(["pack", str(tmp_path / "runs"), str(packed)])
-    assert read(packed) == [{"log": name} | row for name in runs for row in runs[name]]
-    logs.append(packed, {"log": "c", "same_as": "b"})
-    logs.main(["unpack", str(packed), str(tmp_path / "out")])
-    for name, rows in (runs | {"c": runs["b"]}).items():
-        assert read(tmp_path / "out" / f"{name}.jsonl") == rows
-    with pytest.raises(SystemExit):
-        logs.main(["unpack", str(tmp_path / "none.jsonl"), str(tmp_path / "out")])
-    assert "none.jsonl does not exist" in capsys.readouterr().err
-
-
-# ---- intervals.py and evaluate.py ----------------------------------------------------------------
-
-
-def test_compares_answers_to_the_same_questions():
-    before = [1] * 4 + [0] * 6
-    after = [0] + [1] * 8 + [0]  # 5 of 10 answers are gained, 1 is lost
-    d, interval, p = paired(before, after)
-    assert d == pytest.approx(0.4) and interval == pytest.approx((-0.0111, 0.8111), abs=1e-4)
-    assert p == 2 * (1 + 6) / 2**6  # at most one of 6 changes is a loss
-    assert paired(after, before)[::2] == (pytest.approx(-0.4), p)
-    assert paired(before, before) == (0, (0, 0), 1)
-
-
-def test_a_mean_has_wilsons_interval_and_a_difference_student_s():
-    assert mean_text([0, 1, 0, 0]) == "25.0% (4.6% to 69.9%)"
-    shared = [0.7, 0.1, 0.5, 0.9, 0.3, 0.2]
-    more = [share + 0.01 * gain for share, gain in zip(shared, (1, 2, 3, 4, 5, 6))]
-    assert mean_difference(more, shared) == "+3.5 ± 2.0"  # 2.571 * 1.871 / sqrt(6) = 1.96
-    assert mean_difference(more, shared, narrowest=3) == "+3.5 ± 3.0*"
-    assert mean_difference([0.2], [0.21]) == "-1.0"
-    with pytest.raises(ValueError):
-        mean_difference(more, shared[:5])
+def label_reward(prompts, completions, answer, log_metric, **columns):
+    log_metric("length", [len(text) for text in completions])
+    log_metric("half", torch.tensor(0.5))
+    log_metric("word", ["a"] * len(completions))
+    return [float(gold == "#### 1") for gold in answer]
 
 
 class TestEvaluate:
     def test_keeps_the_answers_and_asks_nothing_twice(self, command, tmp_path, monkeypatch, capsys):
-        _, held_out = train_math.load_questions(train_math.parse_settings(command))
+        _, held_out = load_questions(train_math.parse_settings(command))
         path = tmp_path / "new" / "folder" / "before.jsonl"
         evaluate.main([str(path), *command])
         evaluate.main([str(path), *command, "--temperature", "0", "1", "1"])
-        assert "each temperature is asked once" in capsys.readouterr().out
         first = read(path)
         assert [row["temperature"] for row in first] == [0.0] * 4 + [1.0] * 4
         assert [row["question"] for row in first] == [row["question"] for row in held_out] * 2
-        assert [f"#### {row['gold']}" for row in first] == [row["answer"] for row in held_out] * 2
-        assert all(row["cut"] == (row["tokens"] == 6) for row in first)
         evaluate.main([str(path), *command, "--temperature", "1", "--samples", "4"])
         rows = read(path)
-        assert rows[:8] == first
-        assert [row["sample"] for row in rows[4:]] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-        responses = {tuple(row["response"] for row in rows[i:i + 4]) for i in (4, 8, 12, 16)}
-        assert len(responses) == 4
-        monkeypatch.setattr(train_math, "evaluate", nothing)
-        evaluate.main([str(path), *command, "--temperature", "1", "--samples", "2"])
-        out = capsys.readouterr().out
-        assert "| before | greedy, float32 |" in out
-        assert "| before | at temperature 1.0, 4 samples, float32 |" in out
-        assert "| temperature 1.0 | pass@1 | pass@2 | pass@4 | majority@4 |" in out
-        assert read(path) == rows
-
-    def test_says_what_an_evaluation_of_a_run_says(self, command, tmp_path, monkeypatch, capsys):
-        result = {"question": "1?", "response": "no", "reward": 0.0, "tokens": 1}
-        row = {"eval_reward": 0.0, "eval_best_constant": 0.75, "eval_results": [result] * 4}
-        monkeypatch.setattr(train_math, "evaluate", lambda *arguments, **more: row)
-        evaluate.main([str(tmp_path / "before.jsonl"), *command])
-        out = capsys.readouterr().out
-        assert "always the same answer has an accuracy of 75.0% at best" in out
-
-    def test_says_which_precision_cuda_has_used(self, fresh):
-        model, _ = fresh
-        assert evaluate.precision(model, 1.0, "cuda") == "float16"
-        assert evaluate.precision(model, 0.0, "cuda") == "float32"
-        assert evaluate.precision(model, 1.0, "cpu") == "float32"
-        model.config.model_type = "gpt2"
-        assert evaluate.precision(model, 1.0, "cuda") == "float32"
-
-    def test_a_reward_that_needs_another_column_is_refused_after_one_question(
-            self, command, tmp_path):
+        assert rows[:8] == first and [row["sample"] for row in rows[8::4]] == [1, 2, 3]
+        assert len({tuple(row["response"] for row in rows[i:i + 4]) for i in (4, 8, 12, 16)}) == 4
         asked = []
-        line = one_line(evaluate.main, tmp_path / "a.jsonl", *command,
-                        reward=lambda prompts, completions, difficulty, **columns: [1.0],
-                        encode_prompts=spy(train_math.encode_prompts, asked))
-        assert "difficulty" in line and [len(arguments[1]) for arguments, *_ in asked] == [1]
+        monkeypatch.setattr(train_math, "evaluate", spy(train_math.evaluate, asked))
+        evaluate.main([str(path), *command, "--temperature", "1", "--samples", "2"])
+        assert [len(arguments[2]) for arguments, *_ in asked] == [1], "only the trial"
+        assert read(path) == rows
+        one_line(evaluate.main, path, *command, "--temperature", "-1")
+        one_line(evaluate.main, path, *command, "--samples", "2")
+        out, errors = capsys.readouterr()
+        assert "| greedy, 4 questions | accuracy (95%) |" in out
+        assert errors.count("--temperature must be at least 0, and above 0 for several") == 2
 
-    def test_refuses_answers_of_other_settings_rewards_or_models(
-            self, command, tmp_path, monkeypatch):
+    def test_on_a_full_disk_keeps_its_answers_and_continues(self, command, tmp_path, monkeypatch):
+        whole, stopped = (tmp_path / name for name in ("whole.jsonl", "stopped.jsonl"))
+        flags = [*command, "--rollout_rows", "2", "--temperature", "0", "1"]
+        evaluate.main([str(whole), *flags])
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluate, "append", at_call(6, logs.append, OSError("no space left")))
+            assert one_line(evaluate.main, stopped, *flags) == "no space left"
+        expected = read(whole)
+        assert read(stopped) == expected[:6] and len(expected) == 8
+        stopped.write_bytes(stopped.read_bytes()[:-20])
+        evaluate.main([str(stopped), *flags])
+        assert read(stopped)[:5] == expected[:5]
+        assert [row["question"] for row in read(stopped)] == [row["question"] for row in expected]
+
+    @pytest.mark.parametrize("data", [
+        b"question,answer\nWhat is 1 + 1?,2\n", b'{"question": "1 + 1?", "answer": 2}\n',
+        b"1\n2\n", b'[{"question": "a", "reward": 1}]\n', b"PAR1\0\xff\xfe", b"\n"])
+    def test_never_writes_into_a_file_of_something_else(self, command, tmp_path, data):
+        path = tmp_path / "data.jsonl"
+        path.write_bytes(data)
+        assert "holds no answers" in one_line(evaluate.main, path, *command)
+        assert path.read_bytes() == data
+
+    def test_shows_what_a_reward_logs_and_each_label(self, command, tmp_path, capsys):
+        data = write_jsonl(tmp_path / "data.jsonl", [
+            {"question": f"{i} figs?", "answer": f"#### {i % 2}"} for i in range(60)])
+        evaluate.main([str(tmp_path / "a.jsonl"), *command, "--dataset", data, "--eval_size", "12"],
+                      reward=label_reward)
+        rows = read(tmp_path / "a.jsonl")
+        assert all(row["length"] == len(row["response"]) and row["word"] == "a" for row in rows)
+        ones = sum(row["gold"] == "#### 1" for row in rows)
+        out = capsys.readouterr().out
+        length = sum(row["length"] for row in rows) / 12
+        assert "| cut | half | length | tokens |" in out and f"| 0.5 | {length:.3g} |" in out
+        assert f"| #### 0 | 0 of {12 - ones} |\n| #### 1 | {ones} of {ones} |" in out
+
+    def test_needs_no_character_of_the_console(self, command, tmp_path, monkeypatch):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252"))
+        path = tmp_path / "после.jsonl"
+        evaluate.main([str(path), *command, "--instruction=只回答一个数字"])
+        sys.stdout.flush()
+        assert b"--instruction='???????'" in raw.getvalue() and len(read(path)) == 4
+
+    def test_refuses_answers_of_other_settings_rewards_or_models(self, command, tmp_path):
         def line(*flags, **parts):
             return one_line(evaluate.main, path, *command, "--model", folder, *flags, **parts)
 
-        path = tmp_path / "before.jsonl"
+        path = str(tmp_path / "before.jsonl")
         folder = shutil.copytree(command[1], tmp_path / "model")
-        write_jsonl(path, rows_of("a", [1]))
-        assert "or do not record it" in line()
-        path.unlink()
-        evaluate.main([str(path), *command, "--model", str(folder)])
+        evaluate.main([path, *command, "--model", str(folder)])
         rows = read(path)
-        monkeypatch.setattr(train_math, "evaluate", nothing)
-        for changed in "instruction=x", "system=x", "seed=1", "max_completion_length=2":
-            named = changed.partition("=")[0]
-            assert f"{path} were asked with another {named}, or" in line(f"--{changed}")
-        assert "another questions, or" in line("--eval_size=2")
-        assert "another reward" in line(reward=parity_reward)
-        assert f"{path} has answers of {folder}" in line("--model", "other", "--temperature", "1")
-        for file in "model.safetensors", "chat_template.jinja":
-            data = (folder / file).read_bytes()
-            (folder / file).write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
-            assert "another weights, or" in line()
-            (folder / file).write_bytes(data)
-        evaluate.main([str(path), *command, "--model", str(folder)])  # as before
-        assert read(path) == rows
+        for flag in "--instruction=x", "--system=x", "--seed=1", "--max_completion_length=2":
+            assert f"{path} were asked with another {flag[2:].split('=')[0]}, or" in line(flag)
+        assert "another questions, reward, or" in line("--eval_size=2", reward=parity_reward)
+        evaluate.main([path, *command, "--model", f"{folder}/"])  # the same model
+        data = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
+        assert "another weights, or" in line() and read(path) == rows
 
     def test_takes_the_settings_of_the_run_beside_the_model(self, command, tmp_path, capsys):
         run = tmp_path / "run"
         shutil.copytree(command[1], run / "model")
         cfg = train_math.parse_settings([*command, "--instruction=", "--system=Be short."])
-        questions, _ = train_math.load_questions(cfg)
-        write_jsonl(run / "metrics.jsonl", [
-            {"step": 0, "settings": vars(cfg) | {
-                "questions": checksum(questions)}}])
-        path = tmp_path / "after.jsonl"
+        settings = vars(cfg) | {"questions": checksum(load_questions(cfg)[0])}
+        write_jsonl(run / "metrics.jsonl", [{"step": 0, "settings": settings}])
         command = ["--model", str(run / "model") + "/", "--device", "cpu"]
-        evaluate.main([str(path), *command])
+        evaluate.main([str(tmp_path / "a.jsonl"), *command])
         out = capsys.readouterr().out
         assert "--instruction='' --system='Be short.' --max_completion_length=6 --dataset=" in out
-        assert "note: the run had" not in out
-        assert read(path)[0]["settings"]["system"] == "Be short."
+        assert "note: the run had" not in out and len(read(tmp_path / "a.jsonl")) == 4
         others = write_jsonl(tmp_path / "all.jsonl", sums(11))
-        path = tmp_path / "other.jsonl"
-        evaluate.main([str(path), *command, "--system=No.", "--dataset", others])
-        assert "note: the run had other training questions" in capsys.readouterr().out
-        assert read(path)[0]["settings"]["system"] == "No."
-
-    @pytest.mark.parametrize("words, message", [
-        ("new FLAGS --samples 0", "--samples at least 1"),
-        ("new FLAGS --temperature -1", "--temperature must be at least 0"),
-        ("new FLAGS --temperature inf", "--temperature must be at least 0"),
-        ("new FLAGS --temperature 0 1 --samples 2", "--samples needs a --temperature above 0"),
-        ("new --eval_size 3", "these flags need --model: --eval_size 3"),
-        ("new ./new", "the same file is given twice"),
-        ("new", "new does not exist"),
-        ("empty", "empty has no answers")])
-    def test_refuses_missing_files_and_impossible_flags(
-            self, command, tmp_path, monkeypatch, capsys, words, message):
-        monkeypatch.chdir(tmp_path)
-        Path("empty").touch()
-        with pytest.raises(SystemExit) as stop:
-            evaluate.main(words.replace("FLAGS", " ".join(command)).split())
-        assert message in f"{stop.value} {capsys.readouterr().err}"
-
-
-# ---- answers.py ----------------------------------------------------------------------------------
+        evaluate.main([str(tmp_path / "b.jsonl"), *command, "--system=No.", "--dataset", others])
+        out = capsys.readouterr().out
+        assert "--system='No.'" in out and "note: the run had other training questions" in out
 
 
 def rows_of(questions, rewards, **more):
-    """A row for each question, which has one letter."""
     return [{"question": question, "reward": reward, "tokens": 5} | more
             for question, reward in zip(questions, rewards)]
 
 
 def sampled(n, *correct):
-    """Rows of which the first `correct[i]` of n responses to question i are correct."""
-    return [{"question": f"{i}?", "reward": sample < c, "tokens": 5, "temperature": 1.0,
-             "sample": sample, "last_number": sample < c,
-             "response": "#### 1" if sample < c else f"#### {sample + 2}"}
+    return [{"question": f"{i}?", "reward": sample < c, "temperature": 1.0, "sample": sample}
             for sample in range(n) for i, c in enumerate(correct)]
 
 
 class TestTables:
     @pytest.fixture
-    def printed(self, tmp_path, capsys):
+    def printed(self, tmp_path, capsys, monkeypatch):
         """What evaluate.py prints for the rows of several models."""
         def printed(**models):
-            evaluate.main([write_jsonl(tmp_path / f"{name}.jsonl", rows)
-                           for name, rows in models.items()])
+            files = [write_jsonl(Path(f"{name}.jsonl"), models[name]) for name in models]
+            evaluate.main(files)
             return capsys.readouterr().out
+
+        monkeypatch.chdir(tmp_path)
         return printed
 
     def test_compare_each_file_with_the_first(self, printed):
-        """The second file is an evaluation of train_math.py with another reward: its questions are
-        in another order, and it has no last number."""
-        before = rows_of("abc", [0, 0, 1], last_number=1) + rows_of("d", [1], last_number=0)
-        out = printed(before=before, after=rows_of("dcba", [1] * 4))
-        assert "| before | greedy | 2 of 4, 50.0% (15.0% to 85.0%) | 75.0% | - | - |" in out
-        assert "| after | greedy | 4 of 4, 100.0% (51.0% to 100.0%) | - | +50.0% (" in out
+        out = printed(before=rows_of("abcd", [0, 0, 1, 1], cut=True),
+                      other=rows_of("abcd", [1] * 4))
+        assert "| before | 50.0% (15.0% to 85.0%) | - | 1 | 5 |" in out
+        # The differences are 1, 1, 0, 0: 1.96 * 0.5 / 2.
+        assert "| other | 100.0% (51.0% to 100.0%) | +50.0% (+1.0% to +99.0%) | - | 5 |" in out
 
     def test_name_files_that_were_asked_with_other_settings(self, printed):
-        settings = {"instruction": "Add.", "seed": 1, "model": "a", "system": None}
-        others = settings | {"instruction": "", "seed": 2, "model": "b", "reward": "mine"}
-        files = [rows_of("ab", [0, 1], **more) for more in (
-            {"settings": settings}, {"settings": settings | {"model": "c"}}, {},
-            {"settings": others})]
-        out = printed(**dict(zip("wxyz", files)))
-        notes = [line for line in out.splitlines() if line.startswith("note")]
-        assert notes == ["note: z was asked with another instruction, reward than w"]
+        first = {"instruction": "Add.", "seed": 1, "weights": 1, "system": None}
+        other = {"instruction": "", "seed": 2, "weights": 2, "system": None, "reward": "mine"}
+        files = [rows_of("ab", [0, 1], settings=settings)
+                 for settings in (first, first | {"weights": 3}, {}, other)]
+        notes = re.findall("note.*", printed(**dict(zip("wxyz", files))))
+        assert notes == ["note: z was asked with another instruction, reward than the first"]
 
-    @pytest.mark.parametrize("before, after, other, message", [
-        ("ab", "ac", {}, "2 and 2, of which 1 are the same"),
-        ("ab", "abc", {}, "2 and 3, of which 2 are the same"),
-        ("ab", "a", {}, "2 and 1, of which 1 are the same"),
-        ("aab", "abb", {}, "3 and 3, of which 2 are the same"),
-        ("a", "a", {"gold": "4"}, "the gold answers 3 and 4"),
-        ("a", "a", {"temperature": 1.0}, r"temperatures \[0.0\], and after at \[1.0\]"),
-    ])
-    def test_refuse_other_questions_and_temperatures(
-            self, printed, before, after, other, message):
-        columns = {"gold": "3", "temperature": 0.0}
-        with pytest.raises(SystemExit, match=message):
-            printed(before=rows_of(before, [1] * 3, **columns),
-                    after=rows_of(after, [1] * 3, **columns | other))
-
-    @pytest.mark.parametrize("row", [
-        {"reward": 1}, {"question": "a", "reward": None}, {"question": "a", "reward": "1"},
-        {"question": ["a"], "reward": 1}, {"question": "a", "reward": float("nan")}, [1]])
-    def test_refuse_a_row_without_a_question_or_a_reward(self, printed, row):
-        with pytest.raises(SystemExit, match="row 2 of .* needs a question, and a number as"):
-            printed(a=[*rows_of("b", [1]), row])
+    @pytest.mark.parametrize("before, after, gold", [
+        ("ab", "ac", "3"), ("ab", "abc", "3"), ("aab", "abb", "3"), ("a", "a", "4")])
+    def test_refuse_other_questions(self, printed, before, after, gold):
+        files = rows_of(before, [1] * 3, gold="3"), rows_of(after, [1] * 3, gold=gold)
+        with pytest.raises(SystemExit, match=f"before has answers to {len(before)} questions"):
+            printed(before=files[0], after=files[1])
 
     def test_have_means_without_percent_signs_for_a_graded_reward(self, printed):
-        out = printed(before=rows_of("abc", [0.5, 0.25, 1]), after=rows_of("cba", [2, 0.75, 1.5]))
+        out = printed(before=rows_of("abc", [0.5, 0.25, 1]), after=rows_of("abc", [1.5, 0.75, 2]))
         assert "%" not in out.replace("95%", "")
         # Of 0 to 1, an interval ends at 1. The gains are 1, 0.5, 1: 1.96 * 0.2357 / sqrt(3).
-        assert "| before | greedy | 0.583 (0.151 to 1.000) | - | - | - |" in out
-        assert "| 1.417 (0.705 to 2.129) | - | +0.833 (+0.567 to +1.100) | - |" in out
+        assert "| before | 0.583 (0.151 to 1.000) | - | 5 |" in out
+        assert "| 1.417 (0.705 to 2.129) | +0.833 (+0.567 to +1.100) | 5 |" in out
 
     def test_compare_several_samples_question_by_question(self, printed):
-        """Of a file with more samples than the other one, only the first ones count."""
-        after = sampled(4, 4, 0, 4, 4)
-        out = printed(before=sampled(4, 1, 0, 2, 0), after=after)
-        out += printed(after=after, fewer=sampled(2, 2, 0, 2, 2))
-        # pass@2 is (1/2 + 5/6) / 4; the majority ties 1 of 4 votes, then wins with 2 of 4.
-        for line in (
-                "| before | at temperature 1.0, 4 samples | 18.8% (0.0% to 42.2%) |",
-                "| before | 18.8% (0.0% to 42.2%) | 33.3% (0.0% to 73.3%) | 50.0% (15.0% to 85.0%)"
-                " | 31.2% (0.0% to 77.6%) |",
-                "| after minus the first | +56.2% (+20.0% to +92.5%) | +41.7% (+4.2% to +79.1%) | "
-                "+25.0% (-17.4% to +67.4%) | +43.8% (+0.0% to +87.5%) |",
-                "| temperature 1.0 | pass@1 | pass@2 | majority@2 |",
-                "| after | 75.0% (30.1% to 95.4%) |"):
-            assert line in out
-
-    def test_of_pass_at_k_need_several_samples_that_are_correct_or_wrong(self, printed):
-        several = sampled(4, 1, 0)
-        out = printed(several=several, single=sampled(1, 1, 0))
-        assert "pass@k needs several samples in each file" in out
-        graded = [row | {"reward": row["reward"] / 2} for row in several]
-        assert "rewards that are only 0 and 1" in printed(graded=graded)
-
-
-@pytest.mark.parametrize("given, expected", [
-    ("7:1 7:1 8:0", 1), ("8:0 7:1 8:0", 0), ("7:1 8:0", 1 / 2), ("7:1 8:0 9:0", 1 / 3),
-    (":0 :0 7:1", 1), (":0 :0", 0), ("7:1 7:0 8:0", 1 / 2)])
-def test_the_majority_has_the_most_votes(given, expected):
-    """given: the answer and the reward of each response."""
-    votes = [vote.split(":") for vote in given.split()]
-    group = [{"extracted": answer, "reward": int(reward)} for answer, reward in votes]
-    assert answers.majority(group) == pytest.approx(expected)
-
-
-# ---- commands that write after long work ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["", "file/after.jsonl", "file/more/after.jsonl", "a" * 250])
-def test_a_path_that_cannot_be_written_is_refused(tmp_path, name):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="cannot be written"):
-        logs.make_writable(tmp_path / name)
-
-
-@pytest.mark.parametrize("module, argv", [
-    (plot, ". --output runs/out"), (logs, "pack . runs/out"),
-    (logs, "unpack metrics.jsonl runs/out"), (evaluate, "runs/out --model x"),
-    (lesson_seeds, "report"), (compare, "world --log runs/out"), (find_the_bug, "--all"),
-    (find_the_bug, "--handout runs/out"), (rounding, "--gsm8k x --output_dir runs/out"),
-    (evidence_sums, "--output_dir runs/out --device cpu")])
-def test_it_is_refused_before_the_work(module, argv, tmp_path, monkeypatch):
-    """A file stands in place of the folder runs."""
-    monkeypatch.chdir(tmp_path)
-    Path("runs").touch()
-    write_jsonl(Path("metrics.jsonl"), [{"log": "x", "step": 0}])
-    for owner, name in ((plot, "draw"), (torch.optim.AdamW, "step"), (train_math, "load"),
-                        (train_math, "load_questions")):
-        monkeypatch.setattr(owner, name, nothing)
-    monkeypatch.setattr(lesson_seeds, "LOG", Path("runs/out"))
-    monkeypatch.setattr("sys.argv", ["program", *argv.split()])
-    arguments = [argv.split()] if module is evidence_sums else []
-    with pytest.raises(SystemExit, match="cannot be written"):
-        module.main(*arguments)
-
-
-# ---- plot.py -------------------------------------------------------------------------------------
+        out = printed(before=sampled(4, 1, 0, 2, 0), after=sampled(5, 4, 0, 4, 4)[:-1])
+        # pass@2 is (1/2 + 5/6) / 4.
+        assert "| 4 samples | pass@1 | pass@2 | pass@4 |" in out
+        assert "| before | 18.8% (0.0% to 42.2%) | 33.3% (0.0% to 73.3%) | 50.0% (" in out
+        assert "| after, gain | +56.2% (+20.0% to +92.5%) | +41.7% (+4.2% to +79.1%) |" in out
+        assert "pass@" not in printed(one=sampled(1, 1, 0))
+        assert "pass@" not in printed(graded=[row | {"reward": 0.5} for row in sampled(4, 1, 0)])
 
 
 def test_draws_reward_length_clip_and_spread(whole, monkeypatch):
     kept = []
-    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, *_, **more: kept.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **more: kept.append(figure))
     rows = read(whole / "metrics.jsonl")
-    still = [row | {"log_ratio_std": None} for row in rows]
-    own_reward = [{"step": 0, "eval_reward": 2.5}]  # not 0 or 1: no interval
-    plot.draw({"gspo": rows, "still": still, "own": own_reward}, "picture.png")
+    penalties = [{"step": 0, "eval_reward": -2.5}, {"step": 1, "reward": -3, "clip_fraction": None}]
+    plot.draw({"gspo": rows, "penalties": penalties}, "picture.png")
     axes = kept[0].axes
-    names = "reward", "response_length", "clip_fraction", "log_ratio_std"
-    for axis, name in zip(axes, names, strict=True):
+    for axis, name in zip(axes, plot.PANELS, strict=True):
         drawn = axis.lines[0].get_xydata().tolist()
         assert drawn == [[row["step"], row[name]] for row in rows[1:]]
-    expected = []
-    for row in rows[::2]:
-        expected += [[row["eval_reward"]], row["eval_reward_interval"]]
+        assert axis.get_ylim()[0] == pytest.approx(-3.15 if name == "reward" else 0)
     drawn = [list(line.get_ydata()) for line in axes[0].lines]
-    assert drawn[1:9] == expected and drawn[-1] == [2.5]
-    assert len(axes[3].lines[1].get_xdata()) == 0, "nothing where nothing was measured"
+    assert drawn[1:9:2] == [[row["eval_reward"]] for row in rows[::2]] and drawn[-1] == [-2.5]
+    assert drawn[2:9:2] == [row["eval_reward_interval"] for row in rows[::2]]
 
 
-def test_pictures_several_runs_from_the_command_line(whole, tmp_path, monkeypatch, capsys):
-    picture = tmp_path / "two.png"
-    flags = ["plot.py", str(whole), str(tmp_path), "--output", str(picture)]
-    monkeypatch.setattr("sys.argv", flags)
-    with pytest.raises(SystemExit):
-        plot.main()
-    assert f"no metrics.jsonl in {tmp_path}" in capsys.readouterr().err
+def test_pictures_runs_from_the_command_line(whole, tmp_path, capsys):
     shutil.copy(whole / "metrics.jsonl", tmp_path)
-    plot.main()
-    assert picture.read_bytes()[1:4] == b"PNG" and "two.png" in capsys.readouterr().out
+    plot.main([str(tmp_path / "metrics.jsonl"), str(whole)])
+    assert (tmp_path / "runs.png").read_bytes()[1:4] == b"PNG"
+    one_line(plot.main, tmp_path / "none")
+    assert "no metrics.jsonl in" in capsys.readouterr().err
+    for name in "x.xyz", "x":
+        one_line(plot.main, whole, "--output", name)
+        assert f"{name} must end in one of .avif" in capsys.readouterr().err
 
 
 def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
     default = {"algorithm": "gspo", "eps_high": 4e-4, "epochs": 4, "minibatches": 8}
-    kinds = {
-        "gspo": {},
-        "grpo": {"algorithm": "grpo", "eps_high": 0.27},
-        "no clipping": {"eps_high": 1e9},
-        "one update": {"epochs": 1, "minibatches": 1}}
-    runs = kinds | {"again": {}, "other": {"algorithm": "cispo"}}
+    runs = {
+        "gspo": {}, "grpo": {"algorithm": "grpo", "eps_high": 0.27},
+        "no clipping": {"eps_high": 1e9}, "one update": {"epochs": 1, "minibatches": 1},
+        "again": {}, "other": {"algorithm": "cispo"}}
     styles = plot.styles_of({label: [{"step": 0, "settings": default | own}]
                              for label, own in runs.items()})
     assert len(set(styles.values())) == len(runs)
-    for kind in kinds:
-        assert styles[kind][:2] == plot.STYLES[kind]
+    assert {kind: styles[kind][:2] for kind in plot.STYLES} == plot.STYLES
     assert styles["other"][:2] not in plot.STYLES.values()
 
 
-# ---- warm_up.py ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("learning_rate", ["0", "1e-3"])
+def test_solutions_follow_the_prompts_of_the_script(chat_model, tmp_path, capsys, learning_rate):
+    """With learning rate 0, the loss is the mean over the tokens of the answers alone."""
+    path = tmp_path / "solutions.csv"
+    path.write_text("question,answer\n1+1?,2\n2+3?,It is 5\n", encoding="utf-8-sig")
+    flags = [str(path), "--model", str(chat_model), "--instruction", "Add.", "--device", "cpu",
+             "--output_dir", str(tmp_path / "new"), "--learning_rate", learning_rate]
+    warm_up.main(flags)
+    out = capsys.readouterr()
+    losses = [float(line.split()[-1]) for line in out.out.splitlines()]
+    assert len(losses) == 3 and "epoch 3" in out.err
+    if learning_rate != "0":
+        assert losses[2] < losses[1] < losses[0]
+        return
+    model, tokenizer = train_math.load(str(chat_model), "cpu")
+    after, _ = train_math.load(str(tmp_path / "new" / "model"), "cpu")
+    expected = []
+    for question, answer in ("1+1?", "2"), ("2+3?", "It is 5"):
+        chat = [{"role": "user", "content": f"{question}\nAdd."}]
+        prompt = tokenizer.apply_chat_template(
+            chat, enable_thinking=False, add_generation_prompt=True, return_dict=True).input_ids
+        ids = tokenizer(answer).input_ids + [tokenizer.eos_token_id]
+        labels = torch.tensor([[-100] * len(prompt) + ids])
+        expected.append(model(input_ids=torch.tensor([prompt + ids]), labels=labels).loss.item())
+    assert losses == pytest.approx([sum(expected) / 2] * 3, abs=6e-4)
+    assert torch.equal(weights_of(after), weights_of(model))
+    one_line(warm_up.main, *flags)
+    assert "new is not empty" in capsys.readouterr().err
 
 
-def test_supervised_training_learns_an_answer_and_its_end(fresh):
-    model, tokenizer = fresh
-    row = {"question": "How many?", "answer": "1+1=2\n#### 2"}
-    warm_up.supervise(model, tokenizer, lambda: row, 40, 4, 1e-2, "warm-up")
-    cfg = train_math.Settings(device="cpu", instruction="", max_completion_length=20)
-    (found,) = train_math.evaluate(model, tokenizer, [row], cfg)["eval_results"]
-    assert found["response"] == row["answer"] and found["tokens"] == len(row["answer"]) + 1
+@pytest.mark.parametrize("cells", ["a,", "a, ", ",b", "a", ""])
+def test_a_row_without_a_question_or_a_solution_is_refused(tmp_path, capsys, cells):
+    path = tmp_path / "solutions.csv"
+    path.write_text(f"question,answer\n1+1?,2\n{cells}\n" if cells else "question,answer\n")
+    one_line(warm_up.main, path, "--model", "x", "--instruction=", "--output_dir", tmp_path / "new")
+    assert f"row {2 if cells else 1} of {path} has no" in capsys.readouterr().err
