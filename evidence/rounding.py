@@ -1,8 +1,8 @@
 """How much of log s is rounding? Four settings of precision are compared on a real model.
 
-    OMP_NUM_THREADS=1 python -m evidence.rounding --gsm8k FOLDER [--model MODEL]
+    OMP_NUM_THREADS=1 python -m evidence.rounding --dataset GSM8K/train.jsonl [--model MODEL]
 
-16 responses of 512 tokens to four questions of FOLDER/train.jsonl are sampled in float32. In each
+16 responses of 512 tokens to four questions of this file are sampled in float32. In each
 setting, their log-probs are computed by the training forward and by the sampler (token by token
 with a KV cache). Four responses make one optimizer step of GSPO in float32 (learning rate 1e-6,
 random rewards), and log s of the other twelve is measured. The published weights are bfloat16
@@ -112,13 +112,13 @@ def measure(model, sampled, start, moved, minibatches):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with train.jsonl")
+    parser.add_argument("--dataset", required=True, help="file with GSM8K's questions")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     args = parser.parse_args()
     make_writable(LOG)
     cfg = train_math.Settings(device="cpu", minibatches=4, group_size=GROUP,
                               micro_batch_tokens=4096, instruction=INSTRUCTION, eval_size=0,
-                              dataset=str(args.gsm8k / "train.jsonl"))
+                              dataset=args.dataset)
     questions = load_questions(cfg)[0][:PROMPTS]
     model, tokenizer = load(args.model, cfg.device)
     prompts = train_math.encode_prompts(tokenizer, questions, cfg)
