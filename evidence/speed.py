@@ -3,56 +3,42 @@
     python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
     OMP_NUM_THREADS=1 .venv-trl/bin/python -m evidence.speed    # 45 minutes, Linux
 
-TRL is installed in a separate environment. The model is a Qwen3 of two layers with random weights
-in float32. Both sides use fused AdamW, groups of 8, and 4 minibatches of one micro-batch. JOBS has
-the sizes: the number of words, the hidden size (896 is that of Qwen2.5-0.5B) and the workload:
-
-    fixed      prompts of 32 tokens, responses of 64 tokens; the rewards of each group differ
-    natural    prompts of 16 to 48 tokens; a response ends after each token with probability 1/32,
-               and at 128 tokens at the latest; one reward in five is 1
-
-TRL runs twice: with its defaults except for bfloat16, and tuned. Tuned means
-gradient_checkpointing=False and, with the large vocabulary, four or eight micro-batches per
-minibatch, which are faster on this CPU.
-
-Times are CPU seconds of the process. Memory is the peak during a step, minus what the process held
-when the step began. It therefore does not include the weights and AdamW's state, which are the same
-for all. The numbers of each round are written to runs/speed.jsonl. Those of the page are in
-logs/measurements.jsonl.gz. They also have the times of the three phases of a step. Their script, in
-commit d775aef, alternated the programs after each step and first compared their losses and
-gradients, which tests/test_engines.py does, too.
+The model is a Qwen3 of two layers with random weights in float32. Both sides use fused AdamW,
+groups of 8, and 4 minibatches of one micro-batch. TRL runs with its defaults except for bfloat16,
+and tuned: without gradient checkpointing and, with the large vocabulary, with several micro-batches
+per minibatch, which are faster on this CPU. Times are CPU seconds of the process. The rounds are
+written to runs/speed.jsonl. The published ones also have the times of the three phases of a step,
+and the peak memory in a step without weights and AdamW's state, which are the same for all.
 """
 import argparse
-import ctypes
-import gc
 import math
-import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__":  # these must be set before the libraries are imported
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 import train_math
 from tools.logs import append, make_writable
 
 LARGE = 151936  # words
 PROMPTS = {512: 16, LARGE: 4}  # prompts per step
+# The number of words, the hidden size (896 is that of Qwen2.5-0.5B) and the workload
 JOBS = [(512, 64, "fixed"), (512, 64, "natural"), (LARGE, 64, "fixed"), (LARGE, 64, "natural"),
         (LARGE, 896, "fixed")]
-GROUP, MINIBATCHES, END = 8, 4, 1
+GROUP = 8
+MINIBATCHES = 4
+END = 1  # the end token
 ROUNDS = 4  # of which the first is not counted
 LOG = Path("runs/speed.jsonl")
-WORKLOADS = {  # tuned: the number of micro-batches per minibatch of the tuned TRL
+# Lengths of the prompts and of the responses; the probability that a response ends after a token;
+# the number of micro-batches per minibatch of the tuned TRL. natural: one reward in five is 1.
+WORKLOADS = {
     "fixed": SimpleNamespace(prompt=(32, 32), length=64, end=0, tuned=4),
     "natural": SimpleNamespace(prompt=(16, 48), length=128, end=1 / 32, tuned=8)}
 
@@ -89,53 +75,31 @@ def make_questions(n, vocabulary, workload):
 
 
 def reward_of(workload):
-    """fixed: a reward from -1 to 1. natural: 1 for one response in five, so that in some groups all
-    rewards are 0."""
     def reward(completions, **columns):
         sums = [sum(int(word[1:]) for word in text.split()) for text in completions]
-        if workload.end:
-            return [float(total % 5 == 0) for total in sums]
-        return [math.sin(total) for total in sums]
+        return [float(x % 5 == 0) if workload.end else math.sin(x) for x in sums]
     return reward
 
 
-class Meter(TrainerCallback):
-    """Measures the steps of one program: CPU seconds, so that other jobs on the machine do not
-    count, and the memory. TRL calls it, too. A step is MINIBATCHES optimizer steps of TRL."""
+class Clock(TrainerCallback):
+    """The CPU seconds of each step of one program, so that other jobs on the machine do not count.
+    TRL calls it, too. A step is MINIBATCHES optimizer steps of TRL."""
 
     def __init__(self):
-        self.steps = []
-
-    def begin(self):
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # returns the memory that an earlier step has freed
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
-        self.held = memory("VmRSS")
-        self.began = time.process_time()
-
-    def end(self):
-        seconds = time.process_time() - self.began
-        self.steps.append({"seconds": seconds, "peak_mb": memory("VmHWM") - self.held})
+        self.times = []
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step % MINIBATCHES == 0:
-            self.begin()
+            self.times.append(-time.process_time())
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % MINIBATCHES == 0:
-            self.end()
-
-
-def memory(key):
-    """The memory in MB that this process holds now (key VmRSS) or held at most (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    line = next(line for line in lines if line.startswith(key))
-    return int(line.split()[1]) / 1024
+            self.times[-1] += time.process_time()
 
 
 def our_steps(model, job):
     """What ROUNDS calls of train_math.train_step took."""
-    meter = Meter()
+    times = []
     cfg = train_math.Settings(
         output_dir=None, device="cpu", instruction="", group_size=GROUP,
         prompts_per_step=job.prompts, minibatches=MINIBATCHES,
@@ -145,15 +109,16 @@ def our_steps(model, job):
     optimizer = parts.make_optimizer(model)
     for i in range(ROUNDS):
         questions = [{"question": q} for q in job.questions[i * job.prompts:][:job.prompts]]
-        meter.begin()
+        began = time.process_time()
         train_math.train_step(model, job.tokenizer, optimizer, questions, i + 1, cfg, parts)
-        meter.end()
-    return meter.steps
+        times.append(time.process_time() - began)
+    return times
 
 
 def their_steps(model, job, parts=1, **options):
     """What as many steps of TRL took. parts: micro-batches per minibatch."""
-    meter = Meter()
+    from trl import GRPOConfig, GRPOTrainer  # of another environment
+    clock = Clock()
     config = GRPOConfig(
         importance_sampling_level="sequence", loss_type="grpo", scale_rewards="group",
         epsilon=3e-4, epsilon_high=4e-4, beta=0.0, num_iterations=1, temperature=1.0, top_p=1.0,
@@ -166,9 +131,9 @@ def their_steps(model, job, parts=1, **options):
         output_dir=tempfile.mkdtemp(), **options)
     trainer = GRPOTrainer(
         model, reward_of(job), config, Dataset.from_list([{"prompt": q} for q in job.questions]),
-        processing_class=job.tokenizer, callbacks=[meter])
+        processing_class=job.tokenizer, callbacks=[clock])
     trainer.train()
-    return meter.steps
+    return clock.times
 
 
 def race(vocabulary, hidden, name):
@@ -183,21 +148,17 @@ def race(vocabulary, hidden, name):
             ("ours", our_steps, {}), ("TRL", their_steps, {}),
             ("TRL tuned", their_steps, {"parts": parts, "gradient_checkpointing": False})):
         found[side] = steps_of(make_model(vocabulary, hidden, job.end), job, **options)
-        seconds, megabytes = (statistics.median(step[key] for step in found[side][1:])
-                              for key in ("seconds", "peak_mb"))
-        print(f"vocabulary {vocabulary}, hidden size {hidden}, {name}, {side}: {seconds:.2f} s a "
-              f"step, peak memory {megabytes:.0f} MB", flush=True)
-    for i, steps in enumerate(zip(*found.values(), strict=True)):
+        seconds = statistics.median(found[side][1:])
+        print(f"{vocabulary} words, hidden size {hidden}, {name}, {side}: {seconds:.2f} s a step")
+    for i in range(ROUNDS):
         append(LOG, {"vocabulary": vocabulary, "hidden": hidden, "workload": name, "round": i,
-                     **dict(zip(found, steps))})
+                     **{side: {"seconds": times[i]} for side, times in found.items()}})
 
 
 def main():
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     torch.set_num_threads(1)
     make_writable(LOG)
-    if LOG.exists():
-        sys.exit(f"{LOG} has an earlier measurement: move it to another place first")
     for job in JOBS:
         race(*job)
 

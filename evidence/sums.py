@@ -4,22 +4,15 @@
     python -m evidence.sums --seed 1 --output_dir runs/sums_1
                                                          or any other flag of train_math.py
 
-The questions are products in words, which the model answers in one line. The reward is 1 if the
-last number of a response is correct. The training loop is train_math.main(). Afterwards, the
-pre-trained model and the trained model answer 256 held-out questions, whose products are in no
-training question. They answer with greedy decoding, and sampled at temperature 1 as in training.
+The model answers questions such as "Ann buys 26 boxes of 26 eggs" in one line. The reward is 1 if
+the last number of a response is correct. Afterwards, the pre-trained and the trained model answer
+256 held-out questions, whose products are in no training question.
 
-Two other explanations of a gain are measured, too. Training makes a model more confident, and a
-lower temperature does the same without training. Therefore the pre-trained model is also asked at
-two temperatures in between. Training also teaches the model to write down the calculation.
-Therefore both models are asked again, with the beginning of each answer given, such as '26 * 26 ='.
-(In the published before_given, the responses also contain the given beginning.)
-
-If the command is interrupted, run it again to continue. Nothing is done twice. A run with other
-settings needs another folder. before.jsonl and before_given.jsonl, which have the answers of the
-pre-trained model, can be copied to it if --model, --instruction and --max_completion_length are the
-same. The published runs are in logs/sums.jsonl.gz. Its runs named "range" chose the clip range on
-other questions. Their script is in commit 5a42b2b.
+Training makes a model more confident, and so does a lower temperature. Therefore the pre-trained
+model is also asked at temperatures in between. Training also teaches the model to write down the
+calculation. Therefore both models are asked again with the beginning of each answer given, such as
+'26 * 26 ='. An interrupted command can be run again. A run with other settings needs another
+folder. The published runs are in logs/sums.jsonl.gz.
 """
 import random
 import sys
@@ -28,7 +21,7 @@ from pathlib import Path
 
 import train_math
 from support.task import extract_answer
-from tools import answers, evaluate
+from tools import evaluate
 from tools.logs import make_writable, write
 
 SETTINGS = [
@@ -87,16 +80,15 @@ def main(argv):
     cfg = replace(cfg, seed=0)  # so that before.jsonl serves for runs with other seeds, too
     short = replace(cfg, max_completion_length=12)
     models = {"before": cfg.model, "after": folder / "training" / "model"}
-    files = {}
+    files = []
     for when, model in models.items():
         path = folder / f"{when}.jsonl"
         begun = folder / f"{when}_given.jsonl"
         evaluate.ask(path, model, held_out, TEMPERATURES[when], cfg, reward=last_number_reward)
         evaluate.ask(begun, model, held_out, [0.0], short, reward=last_number_reward,
                      encode_prompts=begun_prompts)
-        files |= {when: path, f"{when}, calculation begun": begun}
-    models = {name: answers.load_answers(path) for name, path in files.items()}
-    print(answers.tables(models))
+        files += [str(path), str(begun)]
+    evaluate.main(files)
 
 
 if __name__ == "__main__":
