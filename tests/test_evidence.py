@@ -5,6 +5,7 @@ import statistics
 from collections import Counter
 
 import pytest
+
 from evidence import lesson_seeds, rounding, sums, table
 from lesson import tiny
 from tests.conftest import TOP, one_line
