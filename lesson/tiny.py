@@ -188,6 +188,8 @@ def main(argv=None):
     parser.add_argument("--world", type=int, default=0,
                         help="number of the world; 0 is in the repository, others are made")
     args, flags = parser.parse_known_args(argv)
+    if args.world != 0:
+        flags = ["--output_dir", f"runs/tiny-{args.world}", *flags]
     cfg = train_math.parse_settings(FLAGS + flags)
     logging.disable_progress_bar()  # those of loading and saving, which take no time here
     torch.set_num_threads(1)  # on matrices this small, several threads mostly wait for each other

@@ -71,8 +71,9 @@ def test_the_loop_makes_the_updates_of_train_step(world, tmp_path, monkeypatch):
     sampled, losses, gradients = [], [], []
     monkeypatch.setattr(loop, "sample", spy(loop.sample, sampled))
     monkeypatch.setattr(loop, "gspo_loss", spy(loop.gspo_loss, losses))
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda weights, norm: gradients.append(
-        torch.cat([p.grad.flatten() for p in weights])) or torch.tensor(norm))
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda weights, norm, **_: gradients.append(
+            torch.cat([p.grad.flatten() for p in weights])) or torch.tensor(norm))
     for more in {"top_k": 1, "repetition_penalty": 9.0}, {}:
         config = {"eos_token_id": [1, 10], "pad_token_id": 1} | more
         (folder / "generation_config.json").write_text(json.dumps(config))
@@ -97,7 +98,7 @@ def test_the_loop_makes_the_updates_of_train_step(world, tmp_path, monkeypatch):
     cfg = settings(prompts_per_step=8, minibatches=2, eps_low=loop.EPS_LOW, eps_high=loop.EPS_HIGH,
                    max_completion_length=40)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0)
-    train_math.train_step(model, tokenizer, optimizer, None, 1, cfg, parts)
+    train_math.train_step(model, tokenizer, optimizer, [None] * 8, 1, cfg, parts)
     for found, expected in zip(gradients[:2], gradients[4:], strict=True):
         assert (found - expected).norm() < 1e-4 * expected.norm()
     is_one = [torch.equal(log_probs, old) for (log_probs, old, *_), *_ in losses]

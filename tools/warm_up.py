@@ -68,7 +68,7 @@ def main(argv=None):
     parser.add_argument("--model", required=True, help="hub id or folder")
     parser.add_argument("--instruction", required=True, help="text after each question")
     parser.add_argument("--output_dir", type=Path, required=True, help="a new or empty folder")
-    parser.add_argument("--device", default=train_math.Settings.device)
+    parser.add_argument("--device", help="cuda or cpu; default: cuda if there is a GPU")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the file")
     parser.add_argument("--learning_rate", type=float, default=1e-5, help="of AdamW")
     args = parser.parse_args(argv)
@@ -80,8 +80,8 @@ def main(argv=None):
     if args.output_dir.is_dir() and any(args.output_dir.iterdir()):
         parser.error(f"{args.output_dir} is not empty. Choose another --output_dir")
     make_writable(args.output_dir / "model")
-    model, tokenizer = load(args.model, args.device)
     cfg = train_math.Settings(instruction=args.instruction, device=args.device)
+    model, tokenizer = load(args.model, cfg.device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate)
     rng = random.Random(0)
     for epoch in range(1, args.epochs + 1):
