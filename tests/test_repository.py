@@ -34,7 +34,7 @@ WITH_ANOTHER = {  # is installed with it
     "safetensors": "transformers", "tokenizers": "transformers",
     "PIL": "matplotlib"}
 # Only some comparisons, configurations and tests need these:
-OPTIONAL = {"trl", "verl", "peft", "packaging", "yaml"}
+OPTIONAL = {"trl", "verl", "peft", "packaging", "yaml", "accelerate", "hydra", "omegaconf"}
 
 
 def source_of(path):
