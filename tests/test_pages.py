@@ -18,15 +18,14 @@ from safetensors.torch import load_file
 import gspo
 import train_math
 from support.task import extract_answer
-from tests.conftest import SMOLLM2, TOP, block, parity_reward, run, run_code, train, weights_of
+from tests.conftest import SMOLLM2, TOP, block, parity_reward, run_code, train, weights_of
 from tools.logs import read
 from tools.warm_up import tiny_tokenizer
 
 FOUND = [path.relative_to(TOP) for kind in ("md", "ipynb") for path in TOP.rglob(f"*.{kind}")]
 FOUND = [path for path in FOUND if not path.parts[0].startswith((".", "runs"))]
 LINKING = sorted(str(path) for path in FOUND if path.parent.name != "plans")
-OWN_TASK, RECIPES, PASTE, TRAINED = (
-    f"guides/{name}.md" for name in ("own_task", "recipes", "paste", "trained_model"))
+OWN_TASK, RECIPES, PASTE = (f"guides/{name}.md" for name in ("own_task", "recipes", "paste"))
 
 
 def text_of(page):
@@ -67,17 +66,16 @@ def added(code):
 
 
 @pytest.mark.parametrize("page", [page for page in LINKING if page.endswith(".md")])
-def test_blocks_print_what_they_say(page, command, whole, chat_model, tmp_path):
+def test_blocks_print_what_they_say(page, command, chat_model, tmp_path):
     """Each ```python block runs beside gspo.py, unless an optional package is missing, and prints
     the ```text block after it. One that trains gets the flags of one step of the tiny model, which
-    also stands in for SmolLM2 and for the run runs/math."""
+    also stands in for SmolLM2."""
     blocks = re.findall(r"```python\n(.*?)```\n(?:\s*```text\n(.*?)```)?", text_of(page), re.DOTALL)
     for i, (code, output) in enumerate(blocks):
         flags = []
         if "train_math.main(" in code:
             flags = [*command, *added(code), "--max_steps", "1", "--output_dir", tmp_path / str(i)]
-        is_printing_numbers = flags or "runs/math/" in code or SMOLLM2 in code
-        code = code.replace("runs/math/", f"{whole.as_posix()}/")
+        is_printing_numbers = flags or SMOLLM2 in code
         code = code.replace(SMOLLM2, chat_model.as_posix())
         code = re.sub("runs/(sft|loop)", (tmp_path / "model").as_posix(), code)
         status, printed, errors = run_code(code, *flags)
@@ -136,19 +134,6 @@ def test_math_verify_accepts_fractions():
     golds = ["1/2", r"\frac{1}{2}", "1/2", "5", "1/2"]
     assert reward(texts, texts, golds) == [1, 1, 0, 0, 0]
     assert reward([""], [r"\boxed{42\,000}"], ["42000"]) == [0]  # the page says so
-
-
-def test_the_recipe_for_evaluation_repeats_the_evaluation_of_the_run(
-        chat_model, command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs" / "math"
-    flags = ["--model", str(chat_model), "--system", "Be brief.", "--max_steps", "1"]
-    rows = run(command, folder, *flags, reward=train_math.correctness_reward)
-    names = names_of(TRAINED, "train_math.evaluate(")
-    row = names["row"]
-    assert row["eval_reward"] == rows[-1]["eval_reward"] and row["eval_questions"] == 4
-    assert row["eval_results"] == read(folder / "eval_1.jsonl")
-    assert capsys.readouterr().out.splitlines()[-1] == str(row["eval_reward"])
 
 
 EPS_LOW, EPS_HIGH = 0.01, 0.0133
