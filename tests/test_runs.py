@@ -1,9 +1,6 @@
 """A run of train_math.py: its flags, its files, what it prints, and how it is ended and resumed."""
-
 import contextlib
 import copy
-import dataclasses
-import json
 import math
 import os
 import re
@@ -13,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 import transformers
@@ -27,12 +25,10 @@ from tests.conftest import (
     TOP,
     assert_same,
     at_call,
-    block,
     contents,
     names_in,
     parity_reward,
     run,
-    spy,
     sums,
     train,
     without_clocks,
@@ -42,10 +38,6 @@ from tools.logs import read
 from tools.warm_up import tiny_tokenizer
 
 
-class Killed(BaseException):
-    pass
-
-
 def dies_while_writing(*arguments, **more):
     """A file is damaged, or one of the model's, and nothing else happens any more."""
     (path,) = [each for each in arguments if isinstance(each, Path)]
@@ -53,55 +45,36 @@ def dies_while_writing(*arguments, **more):
         path.mkdir()
         path /= "config.json"
     path.write_bytes(b"{")
-    raise Killed
+    raise KILL
 
 
-INTERRUPTIONS = {  # what is called, which call of it, what it does instead, and the error of main()
-    "a kill in an update": ("loss", 15, Killed(), Killed),
-    "a kill in the log": ((Path, "write_text"), 6, dies_while_writing, Killed),
-    "a kill in the results of an evaluation": ((Path, "write_text"), 5, dies_while_writing, Killed),
-    "a kill in an evaluation": ((train_math, "evaluate"), 4, Killed(), Killed),
-    "a kill in the first save": ((torch, "save"), 1, dies_while_writing, Killed),
-    "a kill in a later save": ((torch, "save"), 3, dies_while_writing, Killed),
-    "a kill before the first save counts": ((os, "replace"), 1, Killed(), Killed),
-    "a kill before a later save counts": ((os, "replace"), 2, Killed(), Killed),
-    "a kill in the model at the end": (
-        (transformers.PreTrainedModel, "save_pretrained"), 1, dies_while_writing, Killed),
-    "an error in the reward": ("reward", 7, OSError("HTTP 503"), OSError),
-    "a mistake in a loss": ("loss", 12, RuntimeError("shapes do not fit"), RuntimeError),
-}
-QUICK = "a kill before a later save counts", "an error in the reward", "a mistake in a loss"
-
-
-def slow(cases, quick):
-    """These cases, of which all but the quick ones are slow."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow)
-            for case in cases]
+KILL = KeyboardInterrupt()
+SLOW = pytest.mark.slow
+INTERRUPTIONS = [  # what is called, which call of it, and what it does instead
+    pytest.param((torch.Tensor, "backward"), 12, OSError("HTTP 503"), id="an error in an update"),
+    pytest.param((os, "replace"), 2, KILL, id="a kill before a later save counts"),
+    pytest.param((os, "replace"), 1, KILL, marks=SLOW, id="before the first save counts"),
+    pytest.param((torch, "save"), 3, dies_while_writing, marks=SLOW, id="in a later save"),
+    pytest.param((Path, "write_text"), 6, dies_while_writing, marks=SLOW, id="in the log"),
+    pytest.param((Path, "write_text"), 5, dies_while_writing, marks=SLOW, id="in an evaluation"),
+    pytest.param((transformers.PreTrainedModel, "save_pretrained"), 1, dies_while_writing,
+                 marks=SLOW, id="in the model at the end"),
+]
 
 
 class TestResuming:
-    @pytest.mark.parametrize("moment", slow(INTERRUPTIONS, QUICK))
+    @pytest.mark.parametrize("what, call, instead", INTERRUPTIONS)
     def test_after_an_interruption_equals_a_run_without_one(
-            self, command, whole, tmp_path, monkeypatch, own_loss, moment):
+            self, command, whole, tmp_path, monkeypatch, what, call, instead):
         """The same process can call main() again after an error."""
-        what, call, instead, error = INTERRUPTIONS[moment]
-        reward = parity_reward
-        with monkeypatch.context() as patch:
-            if what == "loss":
-                own_loss(at_call(call, gspo_loss, instead))
-            elif what == "reward":
-                reward = at_call(call, parity_reward, instead)
-            else:
-                patch.setattr(*what, at_call(call, getattr(*what), instead))
-            with pytest.raises(error):
-                run(command, tmp_path / "a", reward=reward)
-        own_loss(gspo_loss)
+        with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, OSError)):
+            patch.setattr(*what, at_call(call, getattr(*what), instead))
+            run(command, tmp_path / "a")
         run(command, tmp_path / "a")
         assert_same(whole, tmp_path / "a")
 
     @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
-    @pytest.mark.parametrize("names, saved", [
-        (["SIGINT"], 4), (["SIGTERM"], 4), (["SIGTERM", "SIGINT"], 3)])
+    @pytest.mark.parametrize("names, saved", [(["SIGTERM"], 4), (["SIGINT", "SIGTERM"], 3)])
     def test_after_a_signal_equals_a_run_never_stopped(
             self, command, whole, tmp_path, names, saved):
         """The signal comes in the middle of step 3 of 6. After a second one, the run ends at once,
@@ -121,35 +94,34 @@ class TestResuming:
         assert_same(whole, tmp_path / "a")
 
     def test_takes_other_sizes_a_new_place_and_more_steps(self, command, whole, tmp_path, capsys):
+        """The model may be spelled in another way. Evaluations have a distance of their own."""
         folder = tmp_path / "moved"
         shutil.copytree(whole, folder)
         data = shutil.copy(command[3], tmp_path / "copy.jsonl")
         rows = run(
-            command, folder, "--max_steps", "8", "--micro_batch_tokens", "99", "--rollout_rows",
-            "8", "--save_steps", "5", "--dataset", str(data))
+            command, folder, "--max_steps", "9", "--micro_batch_tokens", "99", "--rollout_rows",
+            "8", "--save_steps", "5", "--eval_steps", "4", "--dataset", str(data),
+            "--model", f"{command[1]}/")
         shown = capsys.readouterr().out
         assert f"resuming the run of {command[1]} in {folder} after step 6. Another model" in shown
         assert without_clocks(rows)[:7] == without_clocks(read(whole / "metrics.jsonl"))
-        assert [row["step"] for row in rows[7:]] == [7, 8]
-        assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8]
+        assert [row["step"] for row in rows[7:]] == [7, 8, 9]
+        assert [step for step, row in enumerate(rows) if "eval_reward" in row] == [0, 2, 4, 6, 8, 9]
 
     @pytest.mark.parametrize("flags, words", [
-        ("--seed 1 --instruction Hm. --system Hm. --algorithm grpo --group_size 2 "
-         "--prompts_per_step 8 --minibatches 2 --epochs 2 --learning_rate 1 --temperature 0.9 "
-         "--max_completion_length 7",
-         "boxed{}.', 'system': None, 'algorithm': 'gspo', 'eps_low': 0.0003, 'eps_high': 0.0004, "
-         "'group_size': 4, 'prompts_per_step': 4, 'minibatches': 4, 'epochs': 1, 'learning_rate': "
-         "0.001, 'temperature': 1.0, 'max_completion_length': 6, 'prompt': "),
-        ("--eval_size 2", "was begun with {'questions': "),
-        ("--dataset changed.jsonl", "'prompt': 'has 0 figs?\\n'}. Use this, or another --output_"),
+        ("--seed 1 --algorithm grpo", "was begun with {'seed': 0, 'algorithm': 'gspo', 'eps_low': "
+         "0.0003, 'eps_high': 0.0004}. Use this, or another --output_"),
+        ("--dataset changed.jsonl", "was begun with {'questions': "),
+        ("--model {chat_model}", "was begun with {'prompt': 'has 0 figs?\\n'}"),
     ])
     def test_refuses_another_run_by_what_it_has_changed(
-            self, command, whole, tmp_path, monkeypatch, flags, words):
+            self, command, whole, chat_model, tmp_path, monkeypatch, flags, words):
+        """The first prompt, as text, shows another chat template."""
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "changed.jsonl", [{"question": "new?", "answer": "1"}] + sums(29))
         before = contents(whole)
         with pytest.raises(SystemExit, match=re.escape(words)):
-            run(command, whole, *flags.split())
+            run(command, whole, *flags.format(chat_model=chat_model).split())
         assert contents(whole) == before
 
     def test_continues_a_run_that_on_step_has_ended(self, fresh, tmp_path):
@@ -164,24 +136,6 @@ class TestResuming:
         added = read(tmp_path / "metrics.jsonl")
         assert [row.pop("mine") for row in added] == [0, 1, 2, 3, 4]
         assert without_clocks(added)[1:] == without_clocks(whole)[1:]
-
-    def test_with_one_step_writes_the_model_of_a_killed_run(self, command, whole, tmp_path):
-        shutil.copy(whole / "state.pt", tmp_path)
-        rows = run(command, tmp_path, "--max_steps", "1")
-        assert rows == read(whole / "metrics.jsonl")
-        for path in (whole / "model").iterdir():
-            assert (tmp_path / "model" / path.name).read_bytes() == path.read_bytes()
-
-
-    def test_takes_another_spelling_of_the_model_but_no_other_prompt(
-            self, command, tmp_path, world, chat_model):
-        """The first prompt, as text, shows another chat template."""
-        run(command, tmp_path / "a", "--max_steps", "1")
-        for i, model in enumerate((f"{world}/model/", f"{world}/./model"), 2):
-            rows = run(command, tmp_path / "a", "--model", model, "--max_steps", str(i))
-            assert len(rows) == i + 1
-        with pytest.raises(SystemExit, match="was begun with .'prompt': "):
-            run(command, tmp_path / "a", "--model", str(chat_model), "--max_steps", "4")
 
     def test_compares_questions_without_columns_such_as_pictures(self, fresh, tmp_path):
         """The default repr of an object has its address."""
@@ -199,133 +153,60 @@ class TestResuming:
                 train(fresh, output_dir=tmp_path)
             assert (tmp_path / "state.pt").read_bytes() == content
 
-
-class TestAFolder:
-    @pytest.mark.parametrize("name", ["model/", "metrics.jsonl", "eval_0.jsonl", "notes.txt"])
-    def test_with_files_of_something_else_is_refused(self, fresh, tmp_path, name):
-        path = tmp_path / name
-        path.mkdir() if name.endswith("/") else path.write_text("mine")
-        with pytest.raises(Refused, match=f"has {path.name}, but no run. Use another"):
+    def test_refuses_a_folder_with_files_of_something_else(self, fresh, tmp_path):
+        (tmp_path / "eval_0.jsonl").write_text("mine")
+        with pytest.raises(Refused, match="has eval_0.jsonl, but no run. Use another"):
             train(fresh, output_dir=tmp_path)
-        assert names_in(tmp_path) - {"lock"} == {path.name}
-        assert path.is_dir() or path.read_text() == "mine"
+        assert names_in(tmp_path) == {"eval_0.jsonl", "lock"}
+        assert (tmp_path / "eval_0.jsonl").read_text() == "mine"
 
-    def test_that_another_process_uses_is_refused(self, command, tmp_path):
+    def test_refuses_a_folder_that_another_process_uses(self, command, tmp_path):
         """The same thread may lock it again."""
-        code = ("import sys; from support.runs import locked\n"
-                "with locked(sys.argv[1]): print(flush=True); sys.stdin.read()")
-        other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=TOP,
-                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        other.stdout.readline()
-        with pytest.raises(SystemExit, match="is in use by another process"):
-            run(command, tmp_path)
-        other.communicate()
+        with filelock.FileLock(tmp_path / "lock"):
+            with pytest.raises(SystemExit, match="is in use by another process"):
+                run(command, tmp_path)
         with locked(tmp_path):
             run(command, tmp_path, "--max_steps", "1")
 
 
 class TestWhatIsSaved:
     def test_is_finite(self, command, tmp_path, own_loss):
-        def bad_loss(*arguments):
-            return math.nan * gspo_loss(*arguments)
-
-        own_loss(at_call(4, gspo_loss, bad_loss))  # the first one is in the trial
+        bad_loss = at_call(4, gspo_loss, lambda *inputs: math.nan * gspo_loss(*inputs))
+        own_loss(bad_loss)  # the first one is in the trial
         with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
             run(command, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
         state = torch.load(tmp_path / "a" / "state.pt")
         assert len(state["rows"]) == 3
         assert all(weight.isfinite().all() for weight in state["model"].values())
 
-    def test_may_be_saved_more_often_than_it_is_evaluated(self, fresh, tmp_path, monkeypatch):
-        saved = []
-        monkeypatch.setattr(torch, "save", spy(torch.save, saved))
-        rows = train(
-            fresh, held_out=2, output_dir=tmp_path, save_steps=1, eval_steps=2, max_steps=4)
-        assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
-        assert len(saved) == 5
+    def test_is_the_log_the_results_of_evaluations_and_the_last_model(self, whole):
+        rows = read(whole / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+        assert max(row["clip_fraction"] for row in rows[1:]) > 0, "the run learns"
+        evaluations = {f"eval_{step}.jsonl" for step in (0, 2, 4, 6)}
+        assert names_in(whole) == {"metrics.jsonl", "model", "state.pt", "lock"} | evaluations
+        model, tokenizer = train_math.load(whole / "model", "cpu")
+        assert len(tokenizer) == model.config.vocab_size and tokenizer.chat_template
+        weights = torch.load(whole / "state.pt")["model"]
+        torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
 
-    def test_is_nothing_without_a_folder_but_on_step_gets_every_row_to_add_to(
-            self, fresh, tmp_path, monkeypatch, capsys):
-        seen = []
-
-        def on_step(row):
-            seen.append(dict(row))
-            row["added"] = torch.tensor(row["step"])
-
+    def test_is_nothing_without_a_folder(self, fresh, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
-        rows = train(fresh, held_out=2, on_step=on_step)
+        rows = train(fresh, held_out=2)
         assert not names_in(tmp_path) and not capsys.readouterr().out
-        assert [row.pop("added") for row in rows] == list(range(7))
-        assert seen == rows and [row["step"] for row in rows] == list(range(7))
         assert all("eval_results" not in row for row in rows)
-
-    def test_prints_the_metrics_of_the_reward(self, fresh, tmp_path, capsys):
-        def reward(completions, log_metric, **columns):
-            log_metric("exact", 1)
-            log_metric("words", ["a", "b"])
-            return [0.3] * len(completions)
-
-        train(fresh, held_out=2, reward=reward, max_steps=1, output_dir=str(tmp_path))
-        first, last = re.findall("step [01]/1 .*", capsys.readouterr().out)
-        assert "eval_exact 1" in first and "exact 1  " in last
-        assert "words" not in first + last
-
-
-OWN_ALGORITHM = block("CONTRIBUTING.md", "cispo").replace("train_math.main()", "import os") + """
-
-def reward(prompts, completions, level, **columns):
-    os.chdir("/")
-    digits = [sum(c.isdigit() for c in text) for text in completions]
-    return [float((d + n) % 2) for d, n in zip(digits, level)]
-
-
-train_math.main(reward=reward)
-"""
 
 
 class TestTheScript:
-    @pytest.mark.parametrize("flags, expected", [
-        ("", (3e-4, 4e-4)),
-        ("--algorithm gspo_token", (3e-4, 4e-4)),
-        ("--algorithm grpo", (0.2, 0.27)),
-        ("--algorithm grpo --eps_high 0.1", (0.2, 0.1)),
-        ("--eps_low 1 --eps_high 1e9", (1, 1e9)),
-    ])
-    def test_gives_each_algorithm_its_own_clip_range(self, flags, expected):
-        cfg = train_math.parse_settings(flags.split())
-        assert cfg.clip_range() == expected
-        other = dataclasses.replace(cfg, algorithm="gspo", eps_high=None)
-        assert other.clip_range() == (cfg.eps_low or 3e-4, 4e-4)
-
-    def test_has_these_defaults(self):
-        """A changed default is a change for everybody who repeats a run without flags."""
-        defaults = vars(train_math.Settings(device="cpu", instruction=""))
-        defaults["output_dir"] = os.path.relpath(defaults["output_dir"])
-        assert defaults == {
-            "model": "Qwen/Qwen2.5-0.5B-Instruct", "dataset": "openai/gsm8k", "device": "cpu",
-            "output_dir": "runs/math", "algorithm": "gspo", "instruction": "", "system": None,
-            "seed": 0, "eps_low": None, "eps_high": None, "group_size": 8, "prompts_per_step": 32,
-            "minibatches": 4, "epochs": 1, "learning_rate": 1e-6, "max_steps": 200,
-            "temperature": 1.0, "max_completion_length": 512, "micro_batch_tokens": 1024,
-            "rollout_rows": 256, "save_steps": 25, "eval_steps": None, "eval_size": 512,
-        }
-
     @pytest.mark.parametrize("flags, words", [
         ("--group_size 1", "group_size 1 must be at least 2"),
         ("--prompts_per_step 6", "a multiple of --minibatches"), ("--eps_low 0.9997", "0.9997"),
         ("--eps_high 0", "eps_high 0"), ("--group_siz 4", "--group_siz"),
         *((f"--{name}", "must be above 0") for name in (
-            "minibatches 0", "minibatches=-2", "epochs 0", "save_steps 0", "eval_size=-1"))])
+            "minibatches 0", "epochs 0", "save_steps 0", "eval_size=-1"))])
     def test_names_a_wrong_setting(self, flags, words):
         with pytest.raises(SystemExit, match=words):
             train_math.main(flags.split())
-
-    def test_tries_the_reward_before_the_long_work(self, command, tmp_path):
-        calls = []
-        with pytest.raises(TypeError, match="unexpected keyword argument"):
-            run(command, tmp_path, reward=lambda prompts, answers: [0.0], generate=spy(
-                train_math.generate, calls))
-        assert [arguments[3] for arguments, _, _ in calls] == [8] and not names_in(tmp_path)
 
     def test_ends_with_one_line_or_in_the_users_functions_with_a_traceback(
             self, command, tmp_path):
@@ -337,7 +218,7 @@ class TestTheScript:
                  "the sampler returned 1 .* instead of 4"),
                 ({"reward": lambda **columns: [1.0]}, SystemExit, "a list of 4 finite numbers"),
                 ({"reward": broken}, ValueError, "mine"),
-                ({"make_optimizer": broken}, ValueError, "mine")):
+                ({"reward": lambda prompts: [0.0] * 4}, TypeError, "unexpected keyword argument")):
             with pytest.raises(error, match=words):
                 run(command, tmp_path, **parts)
         with pytest.raises(SystemExit, match=r"^train_math.py: [^\n]{20,}$"):
@@ -362,15 +243,19 @@ class TestTheScript:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert train_math.parse_settings([]).device == "cpu"
 
-    @pytest.mark.parametrize("flags, is_noted", [("", False), ("--rollout_rows 9", False),
-                                                 ("--prompts_per_step 1280", True)])
-    def test_says_that_a_large_step_takes_long_on_a_cpu(self, command, capsys, flags, is_noted):
+    def test_says_that_a_large_step_takes_long_on_a_cpu(self, command, capsys):
+        flags = [*command, "--prompts_per_step", "1280"]
         with pytest.raises(KeyError):
-            train_math.main([*command, *flags.split()], make_optimizer=lambda model: {}[0])
-        assert ("on a CPU, this can take hours" in capsys.readouterr().out) is is_noted
+            train_math.main(flags, make_optimizer=lambda model: {}[0])
+        assert "on a CPU, this can take hours" in capsys.readouterr().out
 
     def test_says_what_has_changed_and_names_a_frequent_response(self, command, tmp_path, capsys):
-        """Of 4 questions, 1 is answered correctly before, and 3 are after the training."""
+        """Of 4 questions, 1 is answered correctly before, and 3 are after the training. Numbers
+        that the reward reports are shown, too."""
+        def reward(log_metric, **columns):
+            log_metric("exact", 1)
+            return train_math.correctness_reward(**columns)
+
         def generate(model, prompts, group_size, max_length, temperature, end_ids):
             texts = ["#### 12", "#### 0", "#### 0", "x"] if not rows else ["#### 12"] + [
                 f"#### {n}" for n in (13, 24, 1)]
@@ -381,8 +266,10 @@ class TestTheScript:
 
         rows = []
         run(command, tmp_path, "--max_steps", "1", "--max_completion_length", "8",
-            reward=train_math.correctness_reward, generate=generate, on_step=rows.append)
+            reward=reward, generate=generate, on_step=rows.append)
         shown = capsys.readouterr().out
+        first, last = re.findall("step [01]/1 .*", shown)
+        assert "eval_exact 1" in first and "  exact 1  " in last
         assert "2 of 4 responses in this evaluation are '#### 0'" in shown
         assert shown.count("responses in this evaluation") == 1
         assert ("0.25 before and 0.75 after on 4 questions, +0.5 (paired 95% CI +0.01 to +0.99)"
@@ -390,11 +277,10 @@ class TestTheScript:
 
     def test_compares_evaluations_question_by_question(self, command, tmp_path, capsys):
         """The test questions have another order after the first step, and four are gone."""
-        train_rows, test_rows = sums(30)[:20], sums(30)[20:]
         folder = tmp_path / "data"
         folder.mkdir()
-        write_jsonl(folder / "train.jsonl", train_rows)
-        for steps, rows in (1, test_rows), (2, test_rows[:3:-1]):
+        write_jsonl(folder / "train.jsonl", sums(30)[:20])
+        for steps, rows in (1, sums(30)[20:]), (2, sums(30)[:23:-1]):
             write_jsonl(folder / "test.jsonl", rows)
             run([*command, "--dataset", str(folder)], tmp_path / "a", "--max_steps", str(steps),
                 "--eval_size", "10", "--learning_rate", "1e-12", "--save_steps", "1")
@@ -407,52 +293,38 @@ class TestTheScript:
         monkeypatch.setattr(sys, "argv", [str(tmp_path / "mine.py")])
         assert train_math.parse_settings(["--device", "cpu"]).max_steps == 200
 
-    def test_helps(self, capsys):
-        with pytest.raises(SystemExit, match="0"):
-            train_math.main(["--help"])
-        said = " ".join(capsys.readouterr().out.split())
-        for word in "(default: runs/math)", *train_math.ALGORITHMS:
-            assert word in said
-
     def test_rewards_correct_numbers_and_prints_and_returns_what_it_logs(
             self, command, tmp_path, capsys):
-        """No response is correct."""
         rows = train_math.main([*command, "--output_dir", str(tmp_path), "--max_steps", "3"])
-        log = read(tmp_path / "metrics.jsonl")
-        assert json.loads(json.dumps(rows)) == log
-        assert log[0]["eval_reward"] == log[1]["reward"] == 0
+        assert rows == read(tmp_path / "metrics.jsonl")
+        assert rows[0]["eval_reward"] == rows[1]["reward"] == 0
         shown = capsys.readouterr().out
         for words in (
                 "26 questions and 4 held-out ones\nthe first prompt: 'has 0 figs?", "step 1/3",
-                "eval_reward 0  (95% CI 0 to 0.49)",
-                "note: no gradient in three steps", "equal_reward_groups 1 "):
+                "eval_reward 0  (95% CI 0 to 0.49)", "note: no gradient in three steps"):
             assert words in shown
+        assert "hours" not in shown
         assert shown.count("? -> '") == 6, "two responses after each evaluation"
-        for step in 0, 2, 3:
-            results = read(tmp_path / f"eval_{step}.jsonl")
-            assert [result["gold"] for result in results] == ["12", "13", "24", "27"]
 
     @pytest.mark.slow
-    def test_beside_the_users_file_trains_with_an_algorithm_of_the_user(self, command, tmp_path):
-        """The user's file runs as a script beside copies of train_math.py and what it needs, Its
-        reward changes the directory."""
+    def test_beside_the_users_file_needs_no_other_files(self, command, tmp_path):
+        """It runs as a script, and its reward changes the directory."""
         for name in "train_math.py", "gspo.py":
             shutil.copy(TOP / name, tmp_path)
-        shutil.copytree(TOP / "support", tmp_path / "support",
-                        ignore=shutil.ignore_patterns("__pycache__"))
-        (tmp_path / "own.py").write_text(OWN_ALGORITHM)
-        rows = [{"question": f"有 {i}?", "level": i} for i in range(10)]
-        data = write_jsonl(tmp_path / "own.jsonl", rows)
-        flags = ["--dataset", data, "--max_steps", "2", "--learning_rate", "0.01", "--algorithm",
-                 "cispo", "--output_dir", "runs/own"]
+        shutil.copytree(TOP / "support", tmp_path / "support")
+        (tmp_path / "own.py").write_text(
+            "import os, train_math\n"
+            "def reward(completions, **columns):\n"
+            "    os.chdir('/')\n"
+            "    return [i % 2 for i in range(len(completions))]\n"
+            "train_math.main(reward=reward)\n")
+        data = write_jsonl(tmp_path / "own.jsonl", [{"question": f"有 {i}?"} for i in range(10)])
+        flags = ["--dataset", data, "--max_steps", "2", "--output_dir", "runs/own"]
         done = subprocess.run(
             [sys.executable, "own.py", *command, *flags], cwd=tmp_path, capture_output=True,
             env=os.environ | {"PYTHONIOENCODING": "utf-8"})
         assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
-        for words in b"8 questions and 2 held-out ones", b"model is the model after step 2":
-            assert words in done.stdout
-        first, *_, last = read(tmp_path / "runs" / "own" / "metrics.jsonl")
-        assert [first["settings"][name] for name in ("eps_low", "eps_high")] == [1.0, 4.0]
-        assert last["step"] == last["eval_questions"] == 2 and last["log_ratio_std"] > 0
+        assert b"model is the model after step 2" in done.stdout
+        assert read(tmp_path / "runs" / "own" / "metrics.jsonl")[2]["log_ratio_std"] > 0
         evaluation = tmp_path / "runs" / "own" / "eval_0.jsonl"
         assert "有 9?" in evaluation.read_text(encoding="utf-8"), "other alphabets stay readable"
