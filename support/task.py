@@ -12,7 +12,7 @@ from datasets import load_dataset
 ENDINGS = ".jsonl", ".json", ".csv"  # what load_rows reads
 # A comma belongs to a number only between groups of three digits. v4 and 1e5 are no numbers.
 NUMBER = (r"(?<![A-Za-z0-9.])(?:-\s*)?"
-          r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+          r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
           r"(?!\.?[0-9]*[A-Za-z]+[0-9])")
 
 
