@@ -50,7 +50,7 @@ def mutate(source, entry, is_elsewhere):
 def swap(statement, expression):
     """Change the operator of this expression in the statement. False: it is not there."""
     for node in ast.walk(statement):
-        if isinstance(node, (ast.Compare, ast.BinOp, ast.BoolOp)) and ast.unparse(node) == expression:
+        if isinstance(node, ast.expr) and ast.unparse(node) == expression:
             if isinstance(node, ast.Compare):
                 node.ops[0] = SWAPPED[type(node.ops[0])]()
             else:
