@@ -1,5 +1,4 @@
 """Shared by the tests: a tiny model with random weights, a few questions, and one whole run."""
-
 import dataclasses
 import itertools
 import json
@@ -196,17 +195,6 @@ def assert_same(whole, folder):
         torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
     weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole, folder)]
     assert weights[0] == weights[1]
-
-
-@pytest.fixture
-def own_loss(monkeypatch):
-    """A function that gives GSPO another loss for one test."""
-
-    def replace(loss, algorithm="gspo", **more):
-        row = train_math.ALGORITHMS[algorithm]._replace(loss=loss, **more)
-        monkeypatch.setitem(train_math.ALGORITHMS, algorithm, row)
-
-    return replace
 
 
 @pytest.fixture

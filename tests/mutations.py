@@ -1,11 +1,10 @@
 """Do the tests notice mistakes in gspo.py, train_math.py and support/?
 
-    python -m tests.mutations [--list tests/mutations.jsonl] [--output FILE]
+    python -m tests.mutations [--list tests/mutations.jsonl]
 
 The list has 100 deleted statements and 40 changed operators. Each entry names a function, one of
-its statements and, for a changed operator, the expression in it. An entry is caught if a test
-fails, and gone if the code no longer has the statement. Its field "before" is the result for commit
-98f96c1, with the tests of that commit.
+its statements and, for a changed operator, the expression in it. It is caught if a test fails, and
+gone if the code no longer has the statement. "before" is the result for commit 98f96c1.
 """
 import argparse
 import ast
@@ -36,28 +35,22 @@ def mutate(source, entry, is_elsewhere):
         has_name = getattr(function, "name", None) == entry["function"]
         if not isinstance(function, ast.FunctionDef) or has_name == is_elsewhere:
             continue
-        for parent in ast.walk(function):
-            for block in vars(parent).values():
-                for i, node in enumerate(block if isinstance(block, list) else ()):
-                    if isinstance(node, ast.stmt) and matches(node, entry):
-                        if "operator" not in entry:
-                            block[i] = ast.Pass()
-                        elif not swap(node, entry["operator"]):
-                            continue
-                        return ast.unparse(ast.fix_missing_locations(tree))
+        for node in filter(lambda node: isinstance(node, ast.stmt), ast.walk(function)):
+            text = ast.unparse(node)
+            if "operator" not in entry and text == entry["statement"]:
+                lines = source.splitlines()
+                lines[node.lineno - 1:node.end_lineno] = [" " * node.col_offset + "pass"]
+                return "\n".join(lines)
+            is_here = text.partition("\n")[0] == entry["statement"]
+            if is_here and swap(node, entry.get("operator")):
+                return ast.unparse(tree)
     return None
-
-
-def matches(node, entry):
-    text = ast.unparse(node)
-    return entry["statement"] == (text.partition("\n")[0] if "operator" in entry else text)
 
 
 def swap(statement, expression):
     """Change the operator of this expression in the statement. False: it is not there."""
     for node in ast.walk(statement):
-        kinds = ast.Compare, ast.BinOp, ast.BoolOp
-        if isinstance(node, kinds) and ast.unparse(node) == expression:
+        if isinstance(node, ast.expr) and ast.unparse(node) == expression:
             if isinstance(node, ast.Compare):
                 node.ops[0] = SWAPPED[type(node.ops[0])]()
             else:
@@ -84,22 +77,18 @@ def is_caught(file, source):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--list", default="tests/mutations.jsonl")
-    parser.add_argument("--output", help="write the list with the results here")
     args = parser.parse_args()
     files = [Path("gspo.py"), Path("train_math.py"), *sorted(Path("support").glob("*.py"))]
     for line in Path(args.list).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
-        entry["now"] = "gone"
+        now = "gone"
         for is_elsewhere, file in itertools.product((False, True), files):
             changed = mutate(file.read_text(encoding="utf-8"), entry, is_elsewhere)
             if changed:
-                entry["now"] = "caught" if is_caught(file, changed) else "survived"
+                now = "caught" if is_caught(file, changed) else "survived"
                 break
         text = entry.get("operator", entry["statement"]).partition("\n")[0]
-        print(entry["before"], "before, now", entry["now"], entry["function"], text, flush=True)
-        if args.output:
-            with open(args.output, "a", encoding="utf-8") as output:
-                output.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        print(entry["before"], "before, now", now, entry["function"], text, flush=True)
 
 
 if __name__ == "__main__":

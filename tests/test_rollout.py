@@ -1,10 +1,8 @@
 """Sampling with train_math.py: both samplers, which of them is chosen, and the log-probs.
 
 On a CPU, an emulated CUDA graph records operations, and then replays them. As on a GPU, nothing
-that was recorded has run, each replay works on the same memory, and reading a value while recording
-is an error.
+that was recorded has run, and each replay works on the same memory.
 """
-
 import contextlib
 import copy
 import itertools
@@ -17,7 +15,6 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import support.sampling
 import train_math
 from support import models, sampling
 from support.sampling import dynamic_rollout, end_tokens, next_tokens, static_rollout
@@ -54,18 +51,19 @@ def model_of(kind, seed=1):
     return model_class(config).eval(), tokenizer
 
 
-def micro_batch(prompts, responses, device="cpu"):
-    """A MicroBatch of all these responses, with advantages of 0."""
+def log_probs_of(model, prompts, responses, temperature):
+    """(a MicroBatch of all these responses, its log-probs as in an update)."""
     n = len(responses)
-    return train_math.MicroBatch(rollout_of(prompts, responses), torch.zeros(n), range(n), device)
+    rollout = rollout_of(prompts, responses)
+    batch = train_math.MicroBatch(rollout, torch.zeros(n), range(n), model.device)
+    return batch, train_math.response_log_probs(model, batch, temperature)
 
 
 def assert_log_probs_of_the_update(
         model, prompts, group_size, responses, sampled, temperature, atol=1e-4):
     """The sampler's log-probs are those of response_log_probs, and 0 after the end."""
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    batch = micro_batch(prompts, responses, model.device)
-    log_probs = train_math.response_log_probs(model, batch, temperature)
+    batch, log_probs = log_probs_of(model, prompts, responses, temperature)
     for i, response in enumerate(responses):
         n = len(response)
         assert torch.allclose(log_probs[i][batch.mask[i]], sampled[i, :n], atol=atol)
@@ -73,11 +71,6 @@ def assert_log_probs_of_the_update(
 
 
 # ---- an emulated CUDA graph ----------------------------------------------------------------------
-
-aten = torch.ops.aten
-READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default,
-         aten.masked_select.default, aten.equal.default, aten.lift_fresh.default}
-
 
 def tensors(*values):
     return [leaf for leaf in tree_leaves(values) if torch.is_tensor(leaf)]
@@ -98,8 +91,6 @@ class Graph(TorchDispatchMode):
         self.before = {}  # place: (storage, a copy of it)
 
     def __torch_dispatch__(self, operation, types, inputs=(), options=None):
-        if operation in READS:
-            raise RuntimeError(f"{operation} while a stream is capturing")
         if operation._schema.is_mutable:
             for tensor in tensors(inputs, options):
                 storage = tensor.untyped_storage()
@@ -148,12 +139,12 @@ def graphs(monkeypatch):
 
 
 class TestBothSamplers:
-    @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_sample_from_the_distribution_of_the_model(self, model, prompts, sampler, temperature):
+    def test_sample_from_the_distribution_of_the_model(self, model, prompts, sampler):
         """The first two tokens of 5,000 responses to each of two prompts of different lengths are
         compared with the exact probabilities."""
         n = 5000
+        temperature = 0.7
         ends = torch.tensor([model.config.eos_token_id])
         torch.manual_seed(0)
         responses, _ = sampler(model, prompts, n, 2, temperature, ends)
@@ -217,8 +208,6 @@ class TestBothSamplers:
         assert shapes == [(2, width), *((n, 1) for n in unfinished)] and unfinished[-1] < 16
         shapes, _ = shapes_of(static_rollout, 8, 12, 1.0, torch.arange(1, 20))
         assert shapes == [(2, width), *[(16, 1)] * 11]
-        shapes, lengths = shapes_of(static_rollout, 2, 100, 0.0, torch.arange(75))
-        assert lengths == [1] * 4 and len(shapes) < 40
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
     def test_agree_on_a_gpu_where_the_static_one_replays_a_graph(self):
@@ -261,8 +250,7 @@ class TestBothSamplers:
 
 
 class TestAReplayedGraph:
-    @pytest.mark.parametrize("kind", [
-        "Qwen3", "Llama", pytest.param("Qwen2", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
     def test_gives_the_tokens_of_the_dynamic_sampler(self, graphs, kind):
         model, tokenizer = model_of(kind, seed=0)
         arguments = encoded(tokenizer, [*THREE, *sums(4)]), 2, 20, 0.0, FREQUENT_ENDS
@@ -283,10 +271,11 @@ class TestAReplayedGraph:
 
     def test_that_cannot_be_recorded_is_refused_with_the_way_out(
             self, graphs, model, prompts, monkeypatch):
-        """A tensor is read by the CPU in the middle of the forward pass."""
-        forward = model.forward
-        monkeypatch.setattr(model, "forward", lambda *arguments, **more: (
-            more["input_ids"].sum().item(), forward(*arguments, **more))[1])
+        """Something in the model reads a tensor on the CPU."""
+        def graph(graph, stream):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        monkeypatch.setattr(torch.cuda, "graph", graph)
         with pytest.raises(Refused, match=r"main\(generate=train_math.dynamic_rollout\)"):
             static_rollout(model, prompts, 2, 5, 1.0, FREQUENT_ENDS)
 
@@ -301,11 +290,6 @@ def chosen(monkeypatch):
 
 
 class TestWhichSampler:
-    def test_on_a_cpu_it_is_the_dynamic_one(self, model, prompts, chosen):
-        arguments = (model, prompts, 2, 3, 1.0, FREQUENT_ENDS)
-        result = train_math.generate(*arguments)
-        assert chosen == {dynamic_rollout: [(arguments, {}, result)], static_rollout: []}
-
     @pytest.mark.parametrize("temperature", [1.0, 0.0])
     def test_on_cuda_it_is_the_static_one(
             self, model, prompts, chosen, pretend_cuda, temperature):
@@ -325,19 +309,14 @@ class TestWhichSampler:
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
     def test_on_cuda_it_is_the_dynamic_one_for_a_model_that_was_not_tried(
-            self, model, prompts, chosen, pretend_cuda, monkeypatch, capsys):
+            self, model, prompts, chosen, pretend_cuda, capsys):
         """One note says so, and how to try the other one."""
         model.config.model_type = "gpt2"
         models.note.cache_clear()
         for _ in range(2):
             train_math.generate(model, prompts, 2, 3, 1.0, FREQUENT_ENDS)
         assert len(chosen[dynamic_rollout]) == 2 and not chosen[static_rollout]
-        hint = "support.sampling.TRIED.add('gpt2')"
-        assert capsys.readouterr().out.count(hint) == 1
-        monkeypatch.setattr(sampling, "TRIED", {*sampling.TRIED})
-        exec(hint, {"support": support})
-        train_math.generate(model, prompts, 2, 3, 1.0, FREQUENT_ENDS)
-        assert len(chosen[static_rollout]) == 1
+        assert capsys.readouterr().out.count("support.sampling.TRIED.add('gpt2')") == 1
 
     def test_no_responses_without_finite_log_probs_are_accepted(self, model, prompts, pretend_cuda):
         model.lm_head.weight.data[5] = math.nan
@@ -363,20 +342,12 @@ class TestSample:
         assert got.prompts[::4] == encoded(tokenizer, questions)
         assert got.questions == [row for row in questions for _ in range(4)]
         assert got.texts == tokenizer.batch_decode(got.responses, skip_special_tokens=True)
-        ends = torch.tensor([tokenizer.eos_token_id])
-        for i, prompt in enumerate(got.prompts[::4]):  # greedy: the responses of a group are equal
-            alone, log_probs = train_math.generate(model, [prompt], 4, 4, 0.0, ends)
-            group = slice(4 * i, 4 * i + 4)
-            assert got.responses[group] == alone
-            assert torch.allclose(got.log_probs[group], log_probs, atol=1e-5)
 
-    @pytest.mark.parametrize("ends, more", [(list(range(4, 75)), range(4, 75)), (7, [7]),
-                                            (None, [])])
+    @pytest.mark.parametrize("ends, more", [([4, 5], [4, 5]), (7, [7]), (None, [])])
     def test_ends_at_any_end_token_of_the_model_or_the_tokenizer(self, tiny, ends, more):
         model, tokenizer = tiny
         model.generation_config.eos_token_id = ends
-        found = end_tokens(model, tokenizer).tolist()
-        assert found == sorted({tokenizer.eos_token_id, *more})
+        assert end_tokens(model, tokenizer).tolist() == sorted({tokenizer.eos_token_id, *more})
 
     @pytest.mark.parametrize("system, begin", [
         (None, "default "), ("", ""), ("Be kind.", "system Be kind.")])
@@ -395,24 +366,20 @@ class TestSample:
 
 
 class TestLogProbs:
-    @pytest.mark.parametrize("vocabulary, expected", [
-        (151_936, [256, 203]), (2**14, [256, 203]), (2**13, [459])])
-    def test_are_the_same_if_a_large_vocabulary_needs_several_chunks(
-            self, tiny, monkeypatch, vocabulary, expected):
+    def test_are_the_same_if_a_large_vocabulary_needs_several_chunks(self, tiny, monkeypatch):
         """A chunk of logits has at most 256 rows, or 2^22 elements if that is more."""
         model, tokenizer = tiny
         response = tokenizer("12\n#### 5" * 40).input_ids
-        batch = micro_batch([[5, 6], [5]], [response[:99], response])
-        whole = train_math.response_log_probs(model, batch, 1.0)
+        batch, whole = log_probs_of(model, [[5, 6], [5]], [response[:99], response], 1.0)
         calls = []
 
         class Large:
-            weight = range(vocabulary)
+            weight = range(151_936)
             __call__ = staticmethod(spy(model.lm_head, calls))
 
         monkeypatch.setattr(model, "get_output_embeddings", Large)
         found = train_math.response_log_probs(model, batch, 1.0)
-        assert [len(hidden) for (hidden,), _, _ in calls] == expected
+        assert [len(hidden) for (hidden,), _, _ in calls] == [256, 203]
         assert torch.allclose(found, whole, atol=1e-5)
 
     @pytest.mark.parametrize("lengths, tokens, shapes", [
@@ -427,15 +394,13 @@ class TestLogProbs:
         (batches,) = train_math.build_minibatches(rollout, torch.ones(len(lengths)), cfg)
         assert [tuple(batch.ids.shape) for batch in batches] == shapes
 
-    @pytest.mark.parametrize("turns", [1, 2])
-    def test_are_taken_in_minibatches_of_whole_groups(self, turns):
+    def test_are_taken_in_minibatches_of_whole_groups(self):
         """Responses with the advantage 0 are left out, and a minibatch of them, too. There may be
         an advantage for each turn of a response."""
         advantages = torch.arange(1, 17.0)
         advantages[4:8] = advantages[9] = 0
-        if turns > 1:
-            advantages = torch.stack([0 * advantages, advantages], dim=1)
-        rollout = rollout_of([[3]] * 16, [[4 + i] * turns for i in range(16)])
+        advantages = torch.stack([0 * advantages, advantages], dim=1)
+        rollout = rollout_of([[3]] * 16, [[4 + i] * 2 for i in range(16)])
         (everything,) = train_math.build_minibatches(
             rollout, advantages, settings(minibatches=1), keeps_all=True)
         assert sum(len(batch.indices) for batch in everything) == 16
@@ -445,6 +410,3 @@ class TestLogProbs:
         assert found == [[0, 1, 2, 3], [8, 10, 11], [12, 13, 14, 15]]
         for batch in itertools.chain(*minibatches):
             assert torch.equal(batch.advantages, advantages[batch.indices])
-            batch.old_log_probs = batch.sampler_log_probs
-        row = train_math.rollout_metrics(rollout, minibatches, advantages, settings())
-        assert row["equal_reward_groups"] == 0.25

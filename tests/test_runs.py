@@ -17,7 +17,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import train_math
-from gspo import gspo_loss
 from support.runs import locked
 from support.sampling import dynamic_rollout
 from support.task import Refused
@@ -170,11 +169,12 @@ class TestResuming:
 
 
 class TestWhatIsSaved:
-    def test_is_finite(self, command, tmp_path, own_loss):
-        bad_loss = at_call(4, gspo_loss, lambda *inputs: math.nan * gspo_loss(*inputs))
-        own_loss(bad_loss)  # the first one is in the trial
+    def test_is_finite(self, command, tmp_path):
+        right = train_math.response_log_probs
+        broken = at_call(8, right, lambda *inputs: math.nan * right(*inputs))  # 1 and 2: the trial
         with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
-            run(command, tmp_path / "a", "--minibatches", "1", "--save_steps", "1")
+            run(command, tmp_path / "a", "--minibatches", "1", "--save_steps", "1",
+                response_log_probs=broken)
         state = torch.load(tmp_path / "a" / "state.pt")
         assert len(state["rows"]) == 3
         assert all(weight.isfinite().all() for weight in state["model"].values())
