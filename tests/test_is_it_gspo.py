@@ -91,7 +91,6 @@ TABLE = {  # name of the file: its text, and the values or the verdict
 
 @pytest.fixture
 def check(tmp_path, capsys):
-    """What --json prints for a file, and what is printed without it."""
     def check(name, text, *more):
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
@@ -164,9 +163,8 @@ def assert_computes(found, loss):
     """The gradient is that of the ratio, mean and clip range that were found."""
     eps = found["eps_low"], found["eps_high"]
     ours = gspo_loss if found["level"] == "sequence" else grpo_loss
-    weights, total = ADVANTAGES, len(MASK)
-    if found["mean"] != "responses":
-        weights, total = ADVANTAGES * MASK.sum(1), MASK.sum()
+    is_mean = found["mean"] == "responses"
+    weights, total = (ADVANTAGES, 6) if is_mean else (ADVANTAGES * MASK.sum(1), MASK.sum())
     old, noise = torch.randn(2, *MASK.shape, generator=torch.Generator().manual_seed(0)).double()
     bounds = torch.tensor([1 + eps[1], 1 - eps[0]]).double().log()
     at_bounds = torch.where(ADVANTAGES[:, None] > 0, *bounds)
@@ -194,6 +192,8 @@ def test_explain_says_what_the_loss_of_trl_computes(settings, tmp_path, monkeypa
     found = is_it_gspo.explain(config)
     printed = capsys.readouterr().out
     assert ("note: beta is 0.04" in printed) == ("beta" in settings) and "vllm" not in printed
+    is_on_page = [*settings] == ["importance_sampling_level"]
+    assert not is_on_page or PAGE.split("```text\n")[1].split("```")[0] in printed
     for name in "importance_sampling_level", "loss_type":
         monkeypatch.setattr(adapter.Loss, name, getattr(config, name))
     assert_computes(found, adapter.gspo_loss)
