@@ -34,7 +34,7 @@ OWN_LOSS = re.compile(
     r"transformers)\b)\S+ import (?:\([^)]*|[^(\n]*)(?:Trainer|GRPOConfig)\b")
 MORE = re.compile(  # a file of settings, ** in a configuration, a parser
     r"""(?<!\S)--(?:config|cfg)[= ]\S+|--config[-_]name[= ](?!["']?ppo_)\S+|-cn \S+|\s\+\w+=\S+"""
-    r"""|\w+\.\w+=["']?\{\S+|(?:GRPO|GSPO)\w*Config\([^()]*\*\*\w+|Parser\([^)]*GRPOConfig""")
+    r"""|\b\w+\.\w+=["']?\{\S+|(?:GRPO|GSPO)\w*Config\([^()]*\*\*\w+|Parser\([^)]*GRPOConfig""")
 LISTS = re.compile(r"\$\{?((?!\w*MODEL)\w*(?:ARGS|FLAGS|OPTS|OVERRIDES))\b")
 
 

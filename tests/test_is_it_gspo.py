@@ -18,7 +18,6 @@ is_it_gspo = importlib.import_module("is_it_gspo")
 FACTS = is_it_gspo.FACTS
 PUBLIC = FACTS["configurations"]
 PAGE = (TOP / "guides/is_it_gspo.md").read_text(encoding="utf-8")
-NAMES = "level", "mean", "updates", "eps_low", "eps_high", "verdict"
 PAPER = "sequence", "responses", 4, 3e-4, 4e-4, "gspo"
 NOTHING = ("unknown",) * 6
 TRL = ('importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, '
@@ -54,7 +53,7 @@ TABLE = {  # name of the file: its text, and the values or the verdict
     "variable.py": (trl("3e-4", "LOW", "LOW = 3e-4"), PAPER),
     "two_values.py": (trl() + "args.epsilon = 0.2", "unknown"),
     "arithmetic.py": (trl("=8", "=2 * n"), "unknown"),
-    "more.py": (trl('loss_type="grpo"', "**more"), "unknown"),
+    "more.py": (trl('loss_type="grpo"', "num_iterations=1, **more"), "unknown"),
     "parser.py": ("from trl import GRPOConfig\nTrlParser((GRPOConfig,)).parse_args()", NOTHING),
     # A trainer that may have another loss
     "own_loss.py": (trl(more="GRPOTrainer._compute_loss = f"), NOTHING),
@@ -63,15 +62,15 @@ TABLE = {  # name of the file: its text, and the values or the verdict
     "tunix.py": (f"from tunix import (\n  A, GRPOConfig)\nGRPOConfig({TRL})", NOTHING),
     "no_slime.yaml": ("advantage_estimator: gspo\neps_clip: 3e-4", NOTHING),
     "trl.yaml": (YAML, PAPER),
-    "own.yaml": (YAML, NOTHING),
+    "devices.py": (trl("steps_per_generation", "generation_batch_size"), "unknown"),
     "sft.py": (trl() + "a = SFTConfig(f(x), epsilon=1)\nSFTTrainer(args=dict(epsilon=2))", PAPER),
     # The same variable twice, and other variables and words
-    "twice.sh": (verl("=256", "=${B}").replace("=64", "=${B}"), "never_clipped"),
+    "twice.sh": ("B=$((8 * N))\n" + verl("=256", "=${B}").replace("=64", "=${B}"), "never_clipped"),
     "variables.sh": ("B=${B:-256}\nM=64 # 8\n" + verl("=256", "=$B").replace("=64", '="${M}"'),
                      PAPER),
     "default.sh": ("[ $1 = a ] && H=0.28\n" + verl("=4e-4", "=${H:-4e-4}"), "unknown"),
     "computed.sh": (verl("=256", "=$((8 * N))"), "unknown"),
-    "array.sh": (f"A=({VERL[33:]})\npython -m verl.trainer.main_ppo \"${{A[@]}}\" $@", PAPER),
+    "array.sh": (f"ARGS=({verl('=256', '=250')})\n$ARGS --config-name='ppo_trainer' $@", PAPER),
     "other_file.sh": (f"{VERL[:100]} $EXTRA_ARGS", "unknown"),
     "bypass.sh": (verl("=256", "=64", "algorithm.rollout_correction.bypass_mode=True"), "unknown"),
     "async.sh": (verl("main_ppo", "fully_async_main"), "unknown"),
@@ -92,7 +91,6 @@ TABLE = {  # name of the file: its text, and the values or the verdict
 
 @pytest.fixture
 def check(tmp_path, capsys):
-    """What --json prints for a file, and what is printed without it."""
     def check(name, text, *more):
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
@@ -102,7 +100,7 @@ def check(tmp_path, capsys):
         found = json.loads(capsys.readouterr().out)
         assert printed.startswith(found["verdict"] + ": ")
         assert status == {"gspo": 0, "unknown": 4}.get(found["verdict"], 3)
-        return tuple(found[name] for name in NAMES), printed
+        return tuple(found.values()), printed
     return check
 
 
@@ -165,9 +163,8 @@ def assert_computes(found, loss):
     """The gradient is that of the ratio, mean and clip range that were found."""
     eps = found["eps_low"], found["eps_high"]
     ours = gspo_loss if found["level"] == "sequence" else grpo_loss
-    weights, total = ADVANTAGES, len(MASK)
-    if found["mean"] != "responses":
-        weights, total = ADVANTAGES * MASK.sum(1), MASK.sum()
+    is_mean = found["mean"] == "responses"
+    weights, total = (ADVANTAGES, 6) if is_mean else (ADVANTAGES * MASK.sum(1), MASK.sum())
     old, noise = torch.randn(2, *MASK.shape, generator=torch.Generator().manual_seed(0)).double()
     bounds = torch.tensor([1 + eps[1], 1 - eps[0]]).double().log()
     at_bounds = torch.where(ADVANTAGES[:, None] > 0, *bounds)
@@ -193,7 +190,10 @@ def test_explain_says_what_the_loss_of_trl_computes(settings, tmp_path, monkeypa
     adapter = importlib.import_module("trl_loss")
     config = trl.GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to=[], **settings)
     found = is_it_gspo.explain(config)
-    assert ("note: beta is 0.04" in capsys.readouterr().out) == ("beta" in settings)
+    printed = capsys.readouterr().out
+    assert ("note: beta is 0.04" in printed) == ("beta" in settings) and "vllm" not in printed
+    is_on_page = [*settings] == ["importance_sampling_level"]
+    assert not is_on_page or PAGE.split("```text\n")[1].split("```")[0] in printed
     for name in "importance_sampling_level", "loss_type":
         monkeypatch.setattr(adapter.Loss, name, getattr(config, name))
     assert_computes(found, adapter.gspo_loss)
@@ -204,7 +204,7 @@ def test_explain_says_what_the_loss_of_trl_computes(settings, tmp_path, monkeypa
 @pytest.mark.parametrize("change, verdict", [
     ([], "gspo"), (["data.train_batch_size=64"], "never_clipped"),
     ([f"{X}loss_agg_mode=token-mean"], "other_mean"), ([f"{X}clip_ratio_high=0.2"], "wide_range"),
-    ([f"{X}clip_ratio_low=null"], "wide_range"),
+    ([f"{X}clip_ratio_low=null", f"{X}clip_ratio=3e-4"], "gspo"),
     ([f"{X}policy_loss.loss_mode=vanilla", f"{X}clip_ratio_low=0.2"], "not_gspo"),
     (["algorithm.rollout_correction.bypass_mode=True", "data.train_batch_size=64"], "unknown")])
 def test_explain_says_what_the_loss_of_verl_computes(change, verdict, monkeypatch):
