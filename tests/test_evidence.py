@@ -105,7 +105,7 @@ def test_a_run_has_all_answers_of_both_models_and_is_not_repeated(world, tmp_pat
         assert Counter(row["temperature"] for row in rows) == dict.fromkeys(temperatures, 256)
     (start, _) = read(tmp_path / "training" / "metrics.jsonl")
     assert start["settings"]["eps_low"] == 3e-2
-    assert "other values of seed" in one_line(sums.main, *flags, "--seed", "1")
+    assert "was begun with {'seed': 0}" in one_line(sums.main, *flags, "--seed", "1")
     assert "makes its own questions" in one_line(sums.main, *flags, "--dataset", "my.jsonl")
     sums.main(flags)
     for path, rows in files.items():
