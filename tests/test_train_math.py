@@ -119,7 +119,6 @@ class TestTraining:
         assert rows[1]["log_ratio_mean"] is rows[1]["log_ratio_std"] is None, "all s are 1"
 
     def test_keeps_the_weights_if_all_rewards_are_equal(self, fresh):
-        """A note follows three such steps."""
         def reward(step, **columns):
             return (parity_reward if step == 1 else constant_reward)(**columns)
 
@@ -215,8 +214,9 @@ def test_a_model_is_loaded_in_float32_and_refused_in_half_precision(fresh, tmp_p
         train(fresh, max_steps=1)
     for part in fresh:
         part.save_pretrained(tmp_path)
+    torch.backends.cuda.matmul.allow_tf32 = True
     model, _ = train_math.load(str(tmp_path), "cpu")
-    assert not model.training
+    assert not model.training and not torch.backends.cuda.matmul.allow_tf32
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
