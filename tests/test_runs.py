@@ -198,6 +198,18 @@ class TestWhatIsSaved:
 
 
 class TestTheScript:
+    def test_has_these_defaults(self):
+        """A changed default is a change for everybody who repeats a run without flags."""
+        defaults = vars(train_math.Settings(device="cpu", instruction="", output_dir=None))
+        assert defaults == {
+            "model": "Qwen/Qwen2.5-0.5B-Instruct", "dataset": "openai/gsm8k", "device": "cpu",
+            "output_dir": None, "algorithm": "gspo", "instruction": "", "system": None,
+            "seed": 0, "eps_low": None, "eps_high": None, "group_size": 8, "prompts_per_step": 32,
+            "minibatches": 4, "epochs": 1, "learning_rate": 1e-6, "max_steps": 200,
+            "temperature": 1.0, "max_completion_length": 512, "micro_batch_tokens": 1024,
+            "rollout_rows": 256, "save_steps": 25, "eval_steps": None, "eval_size": 512,
+        }
+
     @pytest.mark.parametrize("flags, words", [
         ("--group_size 1", "group_size 1 must be at least 2"),
         ("--prompts_per_step 6", "a multiple of --minibatches"), ("--eps_low 0.9997", "0.9997"),
