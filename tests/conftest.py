@@ -2,12 +2,7 @@
 import dataclasses
 import itertools
 import json
-import multiprocessing
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +13,6 @@ from tools.logs import read
 from tools.warm_up import given_rollout, tiny_model, tiny_tokenizer
 
 TOP = Path(__file__).resolve().parents[1]
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # on the pages; the tests take a local model
 torch.set_num_threads(1)  # models this small are slower on several
 
 
@@ -127,34 +121,6 @@ def run(command, folder, *flags, reward=parity_reward, **parts):
     return read(folder / "metrics.jsonl")
 
 
-def execute(code, flags, folder, files):
-    """Run this program in this process, whose output goes into two files."""
-    for number, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
-    sys.argv = ["program", *map(str, flags)]
-    os.chdir(folder)
-    exec(code, {"__name__": "__main__"})
-
-
-def run_code(code, *flags, folder=TOP):
-    """Runs this program with these flags in a copy of this process, which has done the imports, or
-    in a new one where there is no fork (Windows), or where a fork could not use the GPU.
-    Returns (exit code, what it prints, what it prints as errors)."""
-    if not hasattr(os, "fork") or torch.cuda.is_available():
-        environment = os.environ | {"PYTHONPATH": str(TOP), "PYTHONIOENCODING": "utf-8"}
-        done = subprocess.run([sys.executable, "-c", code, *map(str, flags)], cwd=folder,
-                              capture_output=True, encoding="utf-8", env=environment)
-        return done.returncode, done.stdout, done.stderr
-    with tempfile.TemporaryDirectory() as at:
-        files = Path(at, "out"), Path(at, "err")
-        process = multiprocessing.get_context("fork").Process(
-            target=execute, args=(code, flags, folder, files))
-        process.start()
-        process.join()
-        return process.exitcode, *(file.read_text() for file in files)
-
-
 def one_line(main, *flags, **more):
     """The line with which the program ends, or that of its error."""
     with pytest.raises((SystemExit, ValueError, TypeError, OSError)) as stop:
@@ -162,39 +128,9 @@ def one_line(main, *flags, **more):
     return str(stop.value)
 
 
-def names_in(folder):
-    return {path.name for path in folder.iterdir()}
-
-
-def contents(folder):
-    """All files of the folder, for a comparison."""
-    return {path: path.read_bytes() for path in folder.rglob("*.*")}
-
-
 def weights_of(model):
     """All weights of the model in one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def without_clocks(rows):
-    """The rows without the times and the folder, which may differ between two equal runs."""
-    kept = [{k: v for k, v in row.items() if not re.match("seconds|settings", k)} for row in rows]
-    kept[0]["settings"] = rows[0]["settings"] | {"output_dir": None}
-    return kept
-
-
-def assert_same(whole, folder):
-    """The run in `folder` equals one without interruption: the log, the results of each question in
-    each evaluation, the weights and the optimizer."""
-    logs = [without_clocks(read(f / "metrics.jsonl")) for f in (whole, folder)]
-    assert logs[0] == logs[1]
-    evaluations = [{f.name: read(f) for f in x.glob("eval_*.jsonl")} for x in (whole, folder)]
-    assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 4
-    states = [torch.load(f / "state.pt") for f in (whole, folder)]
-    for part in "model", "optimizer":
-        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
-    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole, folder)]
-    assert weights[0] == weights[1]
 
 
 @pytest.fixture

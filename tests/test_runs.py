@@ -22,19 +22,45 @@ from support.sampling import dynamic_rollout
 from support.task import Refused
 from tests.conftest import (
     TOP,
-    assert_same,
     at_call,
-    contents,
-    names_in,
     parity_reward,
     run,
     sums,
     train,
-    without_clocks,
     write_jsonl,
 )
 from tools.logs import read
 from tools.warm_up import tiny_tokenizer
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def contents(folder):
+    """All files of the folder, for a comparison."""
+    return {path: path.read_bytes() for path in folder.rglob("*.*")}
+
+
+def without_clocks(rows):
+    """The rows without the times and the folder, which may differ between two equal runs."""
+    kept = [{k: v for k, v in row.items() if not re.match("seconds|settings", k)} for row in rows]
+    kept[0]["settings"] = rows[0]["settings"] | {"output_dir": None}
+    return kept
+
+
+def assert_same(whole, folder):
+    """The run in `folder` equals one without interruption: the log, the results of each question in
+    each evaluation, the weights and the optimizer."""
+    logs = [without_clocks(read(f / "metrics.jsonl")) for f in (whole, folder)]
+    assert logs[0] == logs[1]
+    evaluations = [{f.name: read(f) for f in x.glob("eval_*.jsonl")} for x in (whole, folder)]
+    assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 4
+    states = [torch.load(f / "state.pt") for f in (whole, folder)]
+    for part in "model", "optimizer":
+        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
+    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (whole, folder)]
+    assert weights[0] == weights[1]
 
 
 def dies_while_writing(*arguments, **more):
