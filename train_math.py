@@ -305,19 +305,18 @@ def train_step(model, tokenizer, optimizer, questions, step, cfg, parts):
 
 # ---- evaluation, the training loop, and the script -----------------------------------------------
 
-def evaluate(model, tokenizer, questions, cfg, temperature=0.0, group_size=1, **replaced):
-    """Mean reward of `group_size` responses to each question; greedy by default. For the default
-    reward, also eval_last_number, the accuracy if the last number counts, whatever its format."""
+def evaluate(model, tokenizer, questions, cfg, temperature=0.0, **replaced):
+    """Mean reward of one response to each question; greedy by default. For the default reward, also
+    eval_last_number, the accuracy if the last number counts, whatever its format."""
     parts = Parts(**replaced)
     model.eval()  # without dropout
-    asked = [row for row in questions for _ in range(group_size)]
-    rollout = parts.sample(model, tokenizer, asked, 1, temperature, cfg, parts)
-    check_rollout(rollout, len(asked))
+    rollout = parts.sample(model, tokenizer, questions, 1, temperature, cfg, parts)
+    check_rollout(rollout, len(questions))
     rewards, own_metrics = score(parts.reward, rollout, cfg)
     scores = {"reward": rewards}
     if parts.reward is correctness_reward:
         scores["last_number"], _ = score(parts.reward, rollout, cfg, strict=False)
-    return evaluation_metrics(rollout, scores, own_metrics, group_size)
+    return evaluation_metrics(rollout, scores, own_metrics)
 
 
 def train(cfg, model, tokenizer, questions, held_out=(), on_step=None, **replaced):

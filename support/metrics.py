@@ -61,7 +61,7 @@ def update_metrics(updates, grad_norms, ratio, clip_range):
     }
 
 
-def evaluation_metrics(rollout, scores, own_metrics, group_size):
+def evaluation_metrics(rollout, scores, own_metrics):
     """The metrics of an evaluation, and "eval_results" with a dict for each response. scores:
     {name: rewards (B,)}; own_metrics: what the reward has reported."""
     golds = [row.get("answer") for row in rollout.questions]
@@ -73,13 +73,13 @@ def evaluation_metrics(rollout, scores, own_metrics, group_size):
         results.append({"question": question, "gold": golds[i], "response": text,
                         "tokens": len(rollout.responses[i])})
     row = {f"eval_{name}": value for name, value in own_metrics.items()}
-    row["eval_questions"] = len(results) // group_size
+    row["eval_questions"] = len(results)
     for name, values in scores.items():
         values = values.tolist()
         for result, value in zip(results, values):
             result[name] = value
         row[f"eval_{name}"] = sum(values) / len(values)
-        if group_size == 1 and set(values) <= {0, 1}:
+        if set(values) <= {0, 1}:
             row[f"eval_{name}_interval"] = wilson(sum(values), len(values))
     if None not in golds:  # the accuracy of always giving the same answer
         row["eval_best_constant"] = max(Counter(map(str, golds)).values()) / len(golds)

@@ -1,9 +1,11 @@
 """The pages: their links lead somewhere, their code runs and prints what they show, and the recipes
-of guides/ have the gradients of formulas that are written out, one response at a time."""
+and losses of guides/ have the gradients of formulas that are written out for one response."""
 import copy
 import io
 import json
+import math
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,8 +18,9 @@ from safetensors.torch import load_file
 
 import gspo
 import train_math
+from guides import losses
 from support.task import extract_answer
-from tests.conftest import TOP, block, parity_reward, train, weights_of
+from tests.conftest import TOP, block, parity_reward, rollout_of, settings, train, weights_of
 from tools.logs import read
 from tools.warm_up import tiny_tokenizer
 
@@ -213,8 +216,8 @@ def log_probs(model, rollout, i):
     return table[range(len(response)), response][torch.tensor(rollout.is_sampled[i])]
 
 
-def clipped(ratio, value):
-    return torch.minimum(ratio * value, ratio.clamp(1 - EPS_LOW, 1 + EPS_HIGH) * value)
+def clipped(ratio, value, low=EPS_LOW, high=EPS_HIGH):
+    return torch.minimum(ratio * value, ratio.clamp(1 - low, 1 + high) * value)
 
 
 def gspo_term(model, old_model, rollout, i):
@@ -398,3 +401,81 @@ def test_the_mean_over_all_tokens_weighs_a_response_by_its_length(loss):
         single = new[row, :n], old[row, :n], names["advantages"][row], torch.ones(1, n)
         expected += loss(*single, denominator=11 / n)
     assert names["loss"].item() == pytest.approx(expected.item(), abs=1e-9)
+
+
+# ---- guides/losses.py ----------------------------------------------------------------------------
+
+NAMES = "sapo", "cispo", "gmpo", "luspo", "dapo", "dr_grpo"
+LENGTHS = 2, 7, 4, 5, 3, 6, 7, 3
+LONGEST = 9
+
+
+def formula(name, r, a, low, high, mean):
+    """The objective of one response with the token ratios r (n,) and the advantage a. mean: the
+    mean length of the responses of its minibatch."""
+    if name == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        return (4 / tau * (tau * (r - 1)).sigmoid() * a).mean()
+    if name == "cispo":
+        return (r.detach().clamp(max=1 + high) * a * r.log()).sum() / mean
+    if name == "gmpo":
+        limited = r.clamp(max=1 + high) if a > 0 else r.clamp(min=1 - low)
+        return limited.log().mean().exp() * a
+    if name == "luspo":
+        return len(r) * clipped(r.log().mean().exp(), a, low, high)
+    return clipped(r, a, low, high).sum() / (LONGEST if name == "dr_grpo" else mean)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_of_a_loss_is_that_of_its_formula(name):
+    """8 responses of 2 to 7 tokens, of which one has advantage 0, in two minibatches of several
+    micro-batches."""
+    torch.manual_seed(0)
+    algorithm = train_math.ALGORITHMS[name]
+    low, high = algorithm.eps_low, algorithm.eps_high
+    cfg = settings(algorithm=name, minibatches=2, prompts_per_step=4, group_size=2,
+                   max_completion_length=LONGEST, micro_batch_tokens=16)
+    rollout = rollout_of([[1]] * 8, [[5] * length for length in LENGTHS])
+    advantages = torch.tensor([1.0, -1, 0.5, -2, 0, 2, -0.5, 1])
+    minibatches = losses.build_minibatches(rollout, advantages, cfg)
+    assert len(minibatches) == 2 and min(map(len, minibatches)) > 1
+    seen = []
+    for batch in minibatches[0] + minibatches[1]:
+        old = -torch.rand(batch.mask.shape) * 3
+        new = (old + 0.6 * torch.randn(old.shape)).masked_fill(~batch.mask, math.nan)
+        new.requires_grad_()
+        loss = algorithm.loss(new, old, batch.advantages, batch.mask, low, high, 4)
+        (gradient,) = torch.autograd.grad(loss, new)
+        total = 0
+        for row, i in enumerate(batch.indices):
+            r = (new - old)[row, batch.mask[row]].exp()
+            mean = sum(LENGTHS[i // 4 * 4:][:4]) / 4
+            total = total - formula(name, r, advantages[i], low, high, mean) / 4
+        (expected,) = torch.autograd.grad(total, new)
+        torch.testing.assert_close(gradient, expected.nan_to_num())
+        ratio = (new - old).exp() if algorithm.ratio == "token" else gspo.sequence_ratio(
+            new, old, batch.mask)
+        fraction = gspo.clip_fraction(ratio, batch.advantages, batch.mask, low, high)
+        if name != "cispo":  # which clips nothing
+            assert fraction == pytest.approx((gradient[batch.mask] == 0).float().mean())
+        seen.append(fraction)
+    assert (max(seen) > 0) == (name != "sapo")
+
+
+def test_dr_grpo_does_not_divide_by_the_standard_deviation():
+    advantages = train_math.ALGORITHMS["dr_grpo"].advantages(torch.tensor([3.0, 0, 0, 1, 1, 1]), 3)
+    assert advantages.tolist() == [2, -1, -1, 0, 0, 0]
+
+
+def test_a_response_without_tokens_has_the_loss_0():
+    one = torch.ones(1, 3)
+    for loss in losses.sapo_loss, losses.cispo_loss, losses.gmpo_loss:
+        assert loss(one, one, torch.ones(1), 0 * one, 0.1, 0.1).item() == 0
+
+
+@pytest.mark.parametrize("name", ["cispo", "dr_grpo"])
+def test_the_script_trains_with_another_loss(name, command, monkeypatch, tmp_path):
+    flags = "--algorithm", name, "--max_steps", "1", "--output_dir", str(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["losses.py", *command, *flags])
+    runpy.run_path(str(TOP / "guides/losses.py"), run_name="__main__")
+    assert read(tmp_path / "run/metrics.jsonl")[1]["step"] == 1

@@ -1,6 +1,6 @@
 """train_math.py: whole steps, evaluations, the trial, and functions of the user's own.
 
-Sampling is tested in test_rollout, runs and their files in test_runs, and data in test_data. The
+Sampling is tested in test_rollout, runs and their files in test_runs, and data in test_task. The
 specification of the maths is test_gspo.py, and that of the parts of a step homework/test_loop.py.
 """
 import contextlib
@@ -184,22 +184,18 @@ class TestEvaluation:
         assert row == {"eval_questions": 10, "eval_reward": 0.6, "eval_last_number": 0.8,
                        "eval_best_constant": 1.0}
 
-    @pytest.mark.parametrize("values, group_size, interval, answers, best", [
-        ([1, 1, 1], 1, True, [7, "7", "x"], 2 / 3),
-        ([0.0, 0.5, 1.0], 1, False, [None] * 3, None),
-        ([2, 2], 1, False, ["a", "b"], 1 / 2),
-        ([0, 1, 1, 0, 0, 1], 3, False, ["a"] * 3 + ["b"] * 3, 1 / 2)])
+    @pytest.mark.parametrize("values, interval, answers, best", [
+        ([1, 1, 1], True, [7, "7", "x"], 2 / 3),
+        ([0.0, 0.5, 1.0], False, [None] * 3, None),
+        ([2, 2], False, ["a", "b"], 1 / 2)])
     def test_with_an_own_reward_has_an_interval_where_it_is_0_or_1_and_the_best_constant_answer(
-            self, fresh, values, group_size, interval, answers, best):
-        """Several responses to one question stand side by side, and have no interval."""
+            self, fresh, values, interval, answers, best):
         def reward(answer, step, **columns):
             assert answer == answers and step is None
             return values
 
-        questions = [{"question": "?", "answer": answer} for answer in answers[::group_size]]
-        row = train_math.evaluate(
-            *fresh, questions, settings(), group_size=group_size, reward=reward)
-        assert row["eval_questions"] == len(questions)
+        questions = [{"question": "?", "answer": answer} for answer in answers]
+        row = train_math.evaluate(*fresh, questions, settings(), reward=reward)
         assert row["eval_reward"] == pytest.approx(sum(values) / len(values))
         assert ("eval_reward_interval" in row) is interval and "eval_last_number" not in row
         assert row.get("eval_best_constant") == best
