@@ -37,18 +37,6 @@ def test_statistics_of_the_tables():
     assert table.mcnemar([0, 0, 0, 1, 1], [1, 1, 1, 0, 1]) == "0.62"
 
 
-def test_the_learning_rates_and_the_temperature_are_the_best_on_the_validation_questions():
-    found = table.by(table.logs("learning_rates")["runs"], "task", "algorithm", "learning_rate")
-    means = {key: {t: statistics.fmean(row["validation"][t] for row in runs)
-                   for t in ("1.0", "0.7", "0.5")} for key, runs in found.items()}
-    for task, chosen in table.CHOSEN.items():
-        for name, rate in chosen.items():
-            best = max((key for key in means if key[:2] == (task, name)),
-                       key=lambda key: means[key]["1.0"])
-            assert best == (task, name, rate)
-            assert max(means[best], key=means[best].get) == "0.5"
-
-
 def test_the_answers_of_the_pages_are_those_of_the_tables():
     """The tables have some of these differences as GRPO minus GSPO."""
     swapped = TABLES.translate(str.maketrans("+-", "-+"))

@@ -135,16 +135,15 @@ class TestTraining:
             calls = []
             train(fresh, questions, reward=spy(constant_reward, calls), max_steps=5, seed=seed)
             asked = [each for _, given, _ in calls for each in given["prompts"][::4]]
-            return asked, [tuple(given["completions"]) for _, given, _ in calls]
+            return asked, {tuple(given["completions"]) for _, given, _ in calls}
 
-        rows = [{"question": str(i)} for i in range(10)]
-        first, drawn = asked_and_drawn(rows, 0)
+        rows = datasets.Dataset.from_list([{"question": str(i)} for i in range(10)])
+        first, _ = asked_and_drawn(rows, 0)
         assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
-        assert first[:10] != first[10:]
-        assert asked_and_drawn(datasets.Dataset.from_list(rows), 0) == (first, drawn)
-        assert asked_and_drawn(rows, 1)[0] != first
-        same = [asked_and_drawn(QUESTIONS[:1] * 4, seed)[1] for seed in (0, 1)]
-        assert len(set(sum(same, []))) == 10, "two steps drew the same responses"
+        assert first[:10] != first[10:] and asked_and_drawn(rows, 1)[0] != first
+        _, drawn = asked_and_drawn(QUESTIONS[:1] * 4, 0)
+        _, others = asked_and_drawn(QUESTIONS[:1] * 4, 1)
+        assert len(drawn | others) == 10, "two steps drew the same responses"
 
     def test_multiplies_in_tf32_in_the_backward_alone(self, fresh):
         model, _ = fresh
@@ -157,6 +156,7 @@ class TestTraining:
         matmul.allow_tf32 = True
         train(fresh, held_out=2, max_steps=2)
         assert forward == {False} and backward == {True}
+
 
 class TestEvaluation:
     def test_is_greedy_strict_without_dropout_and_by_the_last_number(self, fresh):
@@ -290,23 +290,21 @@ class TestAFunctionOfTheUser:
             with pytest.raises(Refused, match="a list of 16 finite numbers is needed"):
                 train(fresh, reward=lambda **columns: returned)  # noqa: B023
 
-    def test_may_bring_old_log_probs(self, fresh):
+    def test_may_bring_old_log_probs_and_causes_a_note_if_they_are_others(self, fresh):
         def build_minibatches(rollout, advantages, cfg):
             minibatches = train_math.build_minibatches(rollout, advantages, cfg)
             for batch in itertools.chain(*minibatches):
                 batch.old_log_probs = batch.sampler_log_probs + 0.5 * batch.mask
             return minibatches
 
-        _, row = train(fresh, 4, build_minibatches=build_minibatches, max_steps=1)
-        assert row["sampler_gap"] == pytest.approx(0.5) and row["log_ratio_mean"] < -0.3
-        assert row["log_ratio_first_max"] is None
-        assert "sampler_gap is above 0.1" in row["notes"][0]
-
-    def test_with_other_log_probs_in_the_update_than_before_it_causes_a_note(self, fresh):
         def response_log_probs(model, batch, temperature):
             log_probs = train_math.response_log_probs(model, batch, temperature)
             return log_probs - 0.2 * batch.mask * torch.is_grad_enabled()
 
+        _, row = train(fresh, 4, build_minibatches=build_minibatches, max_steps=1)
+        assert row["sampler_gap"] == pytest.approx(0.5) and row["log_ratio_mean"] < -0.3
+        assert row["log_ratio_first_max"] is None
+        assert "sampler_gap is above 0.1" in row["notes"][0]
         _, row = train(fresh, 4, response_log_probs=response_log_probs, max_steps=1)
         assert row["log_ratio_first_max"] == pytest.approx(0.2)
         assert "log_ratio_first_max is not 0" in row["notes"][0]
