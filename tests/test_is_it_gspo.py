@@ -1,5 +1,5 @@
-"""guides/is_it_gspo.py: verdicts on files, on public configurations, and on live configurations of TRL
-and verl (slow)."""
+"""guides/is_it_gspo.py: verdicts on files, on public configurations, and on live configurations of
+TRL and verl (slow)."""
 import collections
 import importlib
 import json
