@@ -153,7 +153,7 @@ FLAGS = ["--minibatches", "2", "--max_completion_length", "24", "--micro_batch_t
 PLUS, *DIGITS = tiny_tokenizer().convert_tokens_to_ids(list("+0123456789"))
 CODES = {  # texts in the blocks of each recipe. LoRA replaces two functions of the KL penalty.
     "kl": ["gspo_kl"], "lora": ["gspo_kl", "get_peft_model"], "tis": ["gspo_tis"],
-    "off_policy": ["before or current"], "tools": ["is_sampled"], "dynamic": ["is_equal"]}
+    "tools": ["is_sampled"], "dynamic": ["is_equal"]}
 PARTS = *train_math.Parts.__annotations__,
 
 
@@ -243,11 +243,6 @@ def tis(model, rollouts, i):
     return loss * min(weight, 2)
 
 
-def off_policy(model, rollouts, i):
-    old_model, _ = rollouts[-2:][0]  # before the last step
-    return gspo_term(model, old_model, rollouts[-1][1], i)[0]
-
-
 def tools(model, rollouts, i):
     start, rollout = rollouts[-1]
     response, is_sampled = rollout.responses[i], rollout.is_sampled[i]
@@ -277,7 +272,7 @@ def calculator(names, parts):
 
 PREPARE = {"tis": half_smaller, "tools": calculator}
 @pytest.mark.parametrize("name, direct", [
-    ("tis", tis), ("off_policy", off_policy), ("tools", tools),
+    ("tis", tis), ("tools", tools),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [("kl", kl), ("lora", kl)])])
 def test_gradients_agree_with_formulas(recipe, name, direct):
     updates = recipe(name)
@@ -291,7 +286,7 @@ def test_gradients_agree_with_formulas(recipe, name, direct):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CODES.keys() - {"off_policy"}))
+@pytest.mark.parametrize("name", CODES)
 def test_a_killed_run_continues(recipe, name, tmp_path):
     def kill(row):
         if row["step"] == 3:
@@ -306,15 +301,6 @@ def test_a_killed_run_continues(recipe, name, tmp_path):
     assert norms[0] == norms[1] and norms[0][3] > 0
     states = [torch.load(folder / "state.pt") for folder in folders]
     torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=0, atol=0)
-
-
-def test_the_first_step_of_a_resumed_off_policy_run_is_on_policy(recipe):
-    """Before it, the script loads the pre-trained model and tries one step with it."""
-    recipe("off_policy", on_step=lambda row: row["step"] == 2)
-    ((before, rollout),) = recipe("off_policy")[-1][2]
-    for i, sampled in enumerate(rollout.log_probs):
-        found = log_probs(before, rollout, i)
-        torch.testing.assert_close(found, sampled[:len(found)], atol=1e-5, rtol=0)
 
 
 def test_dynamic_sampling_prefers_groups_with_a_gradient(fresh, command, monkeypatch):
