@@ -51,7 +51,7 @@ def test_the_answers_of_the_pages_are_those_of_the_tables():
     tuned = table.by(table.logs("learning_rates")["runs"], "task", "algorithm", "learning_rate")
     free, grpo = ([row["held out"]["1.0"] for row in tuned["long", name, rate]]
                   for name, rate in (("no clip", 1e-4), ("GRPO", 2e-4)))
-    others = [stale[4, ("gspo", 3e-4)], table.mean_difference(free, grpo)]
+    others = [stale[age, ("gspo", 3e-4)] for age in (0, 4)] + [table.mean_difference(free, grpo)]
     for name, head in (("evidence", r"\| models \|\n"), ("lesson", r"\| case \|.*GSPO minus")):
         page = (TOP / name / "README.md").read_text(encoding="utf-8")
         answers = re.split(head, page)[1].partition("\n\n")[0]
