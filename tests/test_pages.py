@@ -372,23 +372,6 @@ def test_four_lines_change_the_loop_for_an_own_task(chat_model, tmp_path):
     assert not torch.equal(*map(weights_of, models)), "it is trained and saved"
 
 
-@pytest.mark.parametrize("loss", [gspo.gspo_loss, gspo.grpo_loss])
-def test_the_mean_over_all_tokens_weighs_a_response_by_its_length(loss):
-    torch.manual_seed(0)
-    lengths = torch.tensor([3, 1, 5, 2])
-    old = -torch.rand(4, 5, dtype=torch.float64)
-    new = old + 1e-3 * torch.randn(4, 5, dtype=torch.float64)
-    names = {"log_probs": new, "old_log_probs": old, "mask": torch.arange(5) < lengths[:, None],
-             "advantages": torch.tensor([1.0, -1.0, 0.5, -2.0]), "tokens": 11, "gspo_loss": loss}
-    exec(block(PASTE, "denominator=tokens"), names)
-    expected = 0
-    for i, n in enumerate(lengths.tolist()):
-        row = slice(i, i + 1)
-        single = new[row, :n], old[row, :n], names["advantages"][row], torch.ones(1, n)
-        expected += loss(*single, denominator=11 / n)
-    assert names["loss"].item() == pytest.approx(expected.item(), abs=1e-9)
-
-
 # ---- guides/losses.py ----------------------------------------------------------------------------
 
 NAMES = "sapo", "cispo", "gmpo", "luspo", "dapo", "dr_grpo"

@@ -192,25 +192,17 @@ class TestBothSamplers:
             assert responses[2 * k:2 * k + 2] == [ids[len(prompt):]] * 2
         assert_log_probs_of_the_update(model, prompts, 2, responses, sampled, 1.0)
 
-    def test_read_each_prompt_once_and_do_no_work_for_finished_responses(
+    def test_read_each_prompt_once_and_finished_responses_leave_the_batch_of_the_dynamic_one(
             self, model, prompts, monkeypatch):
-        """They leave the batch of the dynamic one. The shapes of the static one are fixed, but it
-        stops when all responses have ended."""
-        def shapes_of(sampler, *arguments):
-            calls = []
-            with monkeypatch.context() as patch:
-                patch.setattr(model, "forward", spy(model.forward, calls))
-                responses, _ = sampler(model, prompts, *arguments)
-            shapes = [tuple(inputs["input_ids"].shape) for _, inputs, _ in calls]
-            return shapes, [len(response) for response in responses]
-
+        calls = []
+        monkeypatch.setattr(model, "forward", spy(model.forward, calls))
         torch.manual_seed(0)
-        width = max(map(len, prompts))
-        shapes, lengths = shapes_of(dynamic_rollout, 8, 12, 1.0, torch.arange(1, 20))
+        responses, _ = dynamic_rollout(model, prompts, 8, 12, 1.0, torch.arange(1, 20))
+        shapes = [tuple(inputs["input_ids"].shape) for _, inputs, _ in calls]
+        lengths = [len(response) for response in responses]
         unfinished = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
-        assert shapes == [(2, width), *((n, 1) for n in unfinished)] and unfinished[-1] < 16
-        shapes, _ = shapes_of(static_rollout, 8, 12, 1.0, torch.arange(1, 20))
-        assert shapes == [(2, width), *[(16, 1)] * 11]
+        assert shapes == [(2, max(map(len, prompts))), *((n, 1) for n in unfinished)]
+        assert unfinished[-1] < 16
 
     @pytest.mark.parametrize("kind", ["Qwen3", "LFM2", "GPT-2", "windows"])
     def test_score_as_the_update_does_whatever_the_model(self, kind):
