@@ -1,5 +1,5 @@
-"""gspo_loss in other frameworks: DDP in plain torch, accelerate, TRL and verl; and the table of
-losses on a page. A test is skipped if a package that it needs is missing (see .ci/run).
+"""gspo_loss in TRL, and the table of losses on a page, which has those of TRL and verl. A test is
+skipped if a package that it needs is missing (see .ci/run).
 """
 import os
 import re
@@ -8,83 +8,17 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from gspo import gspo_loss, token_log_probs
 from support.task import correctness_reward
 from tests.conftest import TOP, block
 from tools.warm_up import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
-# [rank][micro-batch] = rows: ranks hold 3 and 6 responses, micro-batches of uneven size and lengths
-SHARDS = [[[0], [1, 2]], [[3, 4, 5, 6], [7, 8]]]
-ROWS, WIDTH, WORDS = 9, 12, 20
-
-
-def language_model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Embedding(WORDS, 16), torch.nn.Linear(16, 16),
-                               torch.nn.Tanh(), torch.nn.Linear(16, WORDS)).double()
-
-
-def log_probs_of(model, tokens):
-    return token_log_probs(model(tokens[:, :-1]), tokens[:, 1:])
-
-
-def batch():
-    """tokens (9, 12), old log-probs, advantages and mask of responses of 1 to 11 tokens. Some s_i
-    are inside the clip range, and some are beyond it."""
-    g = torch.Generator().manual_seed(1)
-    tokens = torch.randint(WORDS, (ROWS, WIDTH), generator=g)
-    mask = torch.arange(WIDTH - 1) < torch.tensor([1, 11, 4, 2, 9, 10, 3, 7, 5])[:, None]
-    old = log_probs_of(language_model(), tokens).detach()
-    old = old + torch.randn(old.shape, generator=g) * 3e-3
-    return tokens, old, torch.randn(ROWS, generator=g, dtype=torch.float64), mask
-
-
-def loss_of(model, rows, denominator):
-    tokens, old, advantages, mask = (x[rows] for x in batch())
-    return gspo_loss(log_probs_of(model, tokens), old, advantages, mask, denominator=denominator)
 
 
 def flat_gradient(loss, model):
     gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     return torch.cat([gradient.flatten() for gradient in gradients])
-
-
-def worker(rank, folder):
-    """Saves the gradient of this process's micro-batches."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    model = torch.nn.parallel.DistributedDataParallel(language_model())
-    responses = torch.tensor(float(sum(map(len, SHARDS[rank]))))
-    dist.all_reduce(responses)
-    for rows in SHARDS[rank]:
-        model.require_backward_grad_sync = rows == SHARDS[rank][-1]
-        loss_of(model, rows, responses.item() / 2).backward()
-    torch.save(torch.cat([p.grad.flatten() for p in model.parameters()]), f"{folder}/{rank}")
-    dist.barrier()
-    os._exit(0)  # gloo's threads abort a usual exit now and then
-
-
-def test_two_processes_give_the_gradient_of_one(tmp_path):
-    """DDP averages gradients, so the denominator is the number of responses / ranks."""
-    torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=2)
-    model = language_model()
-    whole = flat_gradient(loss_of(model, list(range(ROWS)), ROWS), model)
-    for rank in 0, 1:
-        assert (torch.load(tmp_path / f"{rank}") - whole).norm() < 1e-7 * whole.norm()
-
-
-def test_accelerate_divides_by_the_micro_batches_once_more():
-    """Rule 1 of the page: with denominator / micro-batches, the gradient is that of one batch."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
-    model = accelerator.prepare(language_model())
-    for rows in torch.arange(8).chunk(4):
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, rows, 8 / 4))
-    got = torch.cat([p.grad.flatten() for p in model.parameters()])
-    torch.testing.assert_close(got, flat_gradient(loss_of(model, slice(8), 8), model))
 
 
 def run_block(containing):

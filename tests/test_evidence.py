@@ -45,9 +45,6 @@ def test_the_answers_of_the_pages_are_those_of_the_tables():
     ends = {key: table.column(own, "accuracy") for key, own in found.items()}
     stale = {(age, clip): table.mean_difference(ends[age, clip], ends[age, ("grpo", 0.2)])
              for age, clip in ends if clip[0] == "gspo"}
-    numbers = [tuple(map(float, text.split(" ± "))) for text in stale.values()]
-    assert sum(mean < 0 for mean, _ in numbers) == len(numbers) == 12
-    assert sum(mean + half < 0 for mean, half in numbers) == 6
     tuned = table.by(table.logs("learning_rates")["runs"], "task", "algorithm", "learning_rate")
     free, grpo = ([row["held out"]["1.0"] for row in tuned["long", name, rate]]
                   for name, rate in (("no clip", 1e-4), ("GRPO", 2e-4)))
@@ -60,10 +57,6 @@ def test_the_answers_of_the_pages_are_those_of_the_tables():
         for text in shown:
             assert text in others or f"| {text} |" in TABLES + swapped, text
     assert "| +2.8 (+0.2 to +5.4) |" in TABLES, "both pages have it as GSPO minus GRPO"
-    ends = [change < 0 for group, rate, change, _ in table.ends_without_a_clip()
-            if rate >= 3e-4 and "4 updates" not in group and "unfinished" not in group
-            and change is not None]
-    assert (sum(ends), len(ends)) == (89, 93), "the page says so"
 
 
 def test_held_out_products_are_in_no_training_question():
