@@ -1,50 +1,34 @@
 """Is it GSPO? Says whether a configuration computes GSPO's loss, Eq. 5 of the paper.
 
-    from is_it_gspo import explain
-    explain(training_args)      a GRPOConfig of TRL, Unsloth or ms-swift, or verl's configuration
-
+    explain(training_args)      reads a live configuration, which has the defaults of its library
     python guides/is_it_gspo.py FILE [--json] [--trl]
 
-explain reads a live configuration, whose library has filled in its defaults. The command is for
-whoever has only a file. It reads literals and variables with one literal value, and assumes the
-engine's defaults. The exit status is 0 for GSPO, 3 for another verdict, and 4 for unknown.
+The command is for whoever has only a file. It reads literals and variables with one literal value,
+and assumes the engine's defaults. Exit status: 0 for GSPO, 3 for another verdict, 4 for unknown.
 """
 import argparse
+import ast
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 FACTS = json.loads(Path(__file__).with_name("public_configurations.json").read_text("utf-8"))
 UNREAD = "?"  # the value of a setting that cannot be read
 ELSEWHERE = None  # the key for files and words that may have more settings
 LITERAL = re.compile(r"(?i)-?\.?\d[\d_.]*(e[-+]?\d+)?|[a-z][\w-]*|\[\]")
-VARIABLE = re.compile(r"\$\{?([A-Za-z][\w.]*)(?::?[-=].*)?\}?")
 QUOTED = r"""f?"[^"\n]*"|f?'[^'\n]*'"""
+COMMENT = re.compile(rf"""({QUOTED})|(?:(?m:^)|(?<=\s))#[^\n]*""")
 FLAG = re.compile(  # --name value, --name=value, "--name", "value", a.b=value, ${NAME:-value}
     r"""(?:(?<![^\s"'(,;])(?:--([A-Za-z][\w.-]*)(?:=|["']?,?[ \t]+|(?=["'\s]|$))|[+~]*([A-Za-z_]"""
     rf"""[\w.]*)=)|\$\{{(\w+):?[-=])(?=({QUOTED}|[^\s"'();|&,}}]*))""")
-ASSIGNMENT = re.compile(  # name=value, a.name: str = value, a["name"] = value, "name": value
-    r"""(?<![\w-])([A-Za-z_]\w*)(?:["']?\]?\s*(?::\s*\w+\s*)?[-+*/]?=(?!=)|["']\s*:)"""
-    rf"""\s*(?=(?:({QUOTED}|[\w.+-]+)[ \t]*(?:[,)}}\]#;\n]|$))?)""")
-OTHER_CALLS = re.compile(r"\b(?!\w*(?:GRPO|GSPO|RLHF))\w*(?:Config|Arguments|Trainer)"
-                         r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
-OWN_LOSS = re.compile(
-    r"\b_?compute_loss\b|\bclass \w+\([^)]*Trainer\b|\bfrom (?!(?:trl|unsloth\w*|swift|"
-    r"transformers)\b)\S+ import (?:\([^)]*|[^(\n]*)(?:Trainer|GRPOConfig)\b")
-MORE = re.compile(  # a file of settings, ** in a configuration, a parser
-    r"""(?<!\S)--(?:config|cfg)[= ]\S+|--config[-_]name[= ](?!["']?ppo_)\S+|-cn \S+|\s\+\w+=\S+"""
-    r"""|\b\w+\.\w+=["']?\{\S+|(?:GRPO|GSPO)\w*Config\([^()]*\*\*\w+|Parser\([^)]*GRPOConfig""")
-LISTS = re.compile(r"\$\{?((?!\w*MODEL)\w*(?:ARGS|FLAGS|OPTS|OVERRIDES))\b")
 
 
-def as_text(value, is_code=False):
-    """A literal, $NAME for a variable, or UNREAD. In code, a word without quotes is a variable."""
-    value = str(value)
-    if is_code and value.isidentifier() and value not in ("True", "False", "None"):
-        value = f"${value}"
-    value = value.strip("\"'")
-    if variable := VARIABLE.fullmatch(value):
+def as_text(value):
+    """A literal, $NAME for a variable, or UNREAD."""
+    value = str(value).strip("\"'")
+    if variable := re.fullmatch(r"\$\{?([A-Za-z][\w.]*)(?::?[-=].*)?\}?", value):
         return f"${variable[1]}"
     return value if LITERAL.fullmatch(value) else UNREAD
 
@@ -59,24 +43,50 @@ def flat(items, path=""):
     return found
 
 
-def from_text(text, is_code):
-    """The settings in a script of a shell, in a program, or in the commands that it has."""
-    text = re.sub(r"""(?s)\"{3}.*?\"{3}|'{3}.*?'{3}|(?m:^|(?<=\s))#[^\n]*""", "", text)
-    if is_code and OWN_LOSS.search(text):
-        return {ELSEWHERE: {"a loss or a trainer that the file defines or imports"}}
-    found = {}
-    for name, value in ASSIGNMENT.findall(OTHER_CALLS.sub("", text)) if is_code else ():
-        found.setdefault(name, set()).add(as_text(value or UNREAD, is_code))
-    found |= {mark: {"True"} for mark in re.findall(FACTS["marks"], text)}
-    if not is_code or not engine_of(found):
-        text = re.sub(r"(--\S*eps_clip)_low_high\s+(\S+)\s+(\S+)", r"\1_low \2 \1_high \3", text)
-        for flag, name, other, value in FLAG.findall(text):
-            if flag and value[:2] in ("", "--", "\\", "`", "^"):  # it has no value
-                value = "True"
-            found.setdefault((flag or name or other).replace("-", "_"), set()).add(as_text(value))
-    more = {one.strip() for one in MORE.findall(text)}
-    more |= {name for name in LISTS.findall(text) if not re.search(rf"\b{name}\+?=", text)}
+def from_commands(text):
+    """The settings in a script of a shell."""
+    text = COMMENT.sub(r"\1", text)
+    for name in re.findall(r"(?m)^\s*(\w+)\+?=\(", text):
+        if not re.search(rf"\$\{{?{name}\b", text):  # no command uses this list
+            text = re.sub(rf"(?s)\b{name}\+?=\(.*?\)", "", text)
+    found = {mark: {"True"} for mark in re.findall(FACTS["marks"], text)}
+    flags = re.sub(r"(--\S*eps_clip)_low_high\s+(\S+)\s+(\S+)", r"\1_low \2 \1_high \3", text)
+    for flag, name, other, value in FLAG.findall(flags):
+        if flag and value[:2] in ("", "--", "\\", "`", "^"):  # it has no value
+            value = "True"
+        found.setdefault((flag or name or other).replace("-", "_"), set()).add(as_text(value))
+    more = {one.strip() for one in re.findall(FACTS["more_words"], text)}
+    more |= {"".join(names) for names in re.findall(FACTS["lists_of_words"], text)} - found.keys()
     return found | ({ELSEWHERE: more} if more else {})
+
+
+def from_program(source):
+    """The settings of the one GRPOConfig that a program makes, or else those in its texts."""
+    source = re.sub(r'(f"[^"\n{]*\{[^}"\n]*)\["(\w+)"\]', r"\1['\2']", source)  # for Python 3.11
+    nodes = [*ast.walk(ast.parse(source))]
+    text = ast.unparse(nodes[0])
+    calls = [node for node in nodes if isinstance(node, ast.Call)
+             and re.fullmatch(r"(trl\.)?(Unsloth)?GRPOConfig", ast.unparse(node.func))]
+    if re.search(FACTS["own_loss"], text) or len(calls) > 1:
+        return {ELSEWHERE: {"the file, which has another loss or trainer, or several GRPOConfigs"}}
+    if not calls:
+        commands = re.sub(r'(?s)""".*?"""', "", text)  # without docstrings
+        return {} if "GRPOConfig" in commands else from_commands(commands)
+    found = {mark: {"True"} for mark in re.findall(FACTS["marks"], text)}
+    bound = Counter(getattr(node, "id", getattr(node, "arg", "")) for node in nodes
+                    if isinstance(getattr(node, "ctx", node), (ast.Store, ast.arg)))
+    assigned = dict(re.findall(r"(?m)^ *(\w+) = (.+)$", text))
+    for keyword in calls[0].keywords:
+        value = ast.unparse(keyword.value)
+        value = assigned.get(value, UNREAD) if bound[value] == 1 else value
+        if value.isidentifier() and value not in ("True", "False", "None"):
+            value = UNREAD
+        found[keyword.arg or ELSEWHERE] = {as_text(value) if keyword.arg else f"**{value}"}
+    names = re.findall(r"\w+", json.dumps(engine_of(found)))
+    for name in re.findall(r"(?<=\.)\w+(?= = )|(?<=')\w+(?=')", text):
+        if name in names:  # args.epsilon = 0.2, setattr(args, 'epsilon', 0.2), {'epsilon': 0.2}
+            found[name] = {UNREAD}
+    return found
 
 
 def from_yaml(path):
@@ -84,35 +94,28 @@ def from_yaml(path):
     import yaml
     items = yaml.safe_load(path.read_text("utf-8-sig"))
     bases = items.pop("defaults", [])
-    found = {}
-    for base in [bases] if isinstance(bases, str) else map(str, bases):
+    bases = [bases] if isinstance(bases, str) else [*map(str, bases)]
+    found = {ELSEWHERE: {bases[-1]}} if "_self_" in bases[:-1] else {}  # it changes this file
+    for base in bases:
         beside = path.parent / f"{base.removesuffix('.yaml')}.yaml"
         if beside.is_file():
             found |= from_yaml(beside)
         elif not re.fullmatch(FACTS["own_files"], base):
             found[ELSEWHERE] = {base}
-    found |= flat(items)
-    commands = "\n".join(map(str, items.values()))
-    return found if engine_of(found) else found | from_text(commands, is_code=False)
+    return found | flat(items)
 
 
 def settings_of(path):
-    """The settings in a file, where a variable has its value if that is one literal."""
+    """The settings in a file."""
+    text = path.read_text("utf-8-sig")
     if path.suffix in (".yaml", ".yml", ".json"):
-        found = from_yaml(path)
-    else:
-        text = path.read_text("utf-8-sig")
-        if path.suffix == ".ipynb":
-            cells = json.loads(text)["cells"]
-            text = "\n".join("".join(one["source"]) for one in cells if one["cell_type"] == "code")
-        found = from_text(text, path.suffix in (".py", ".ipynb"))
-    for values in found.values():
-        for value in [one for one in values if one[:1] == "$"]:
-            known = found.get(value[1:], set()) - {value}
-            if len(known) == 1 and known != {UNREAD}:
-                values.remove(value)
-                values |= known
-    return found
+        return from_yaml(path)
+    if path.suffix == ".ipynb":
+        cells = ["".join(one["source"]) for one in json.loads(text)["cells"]
+                 if one["cell_type"] == "code"]
+        text = "\n".join(cell for cell in cells if not cell.startswith("%%bash"))
+        text = re.sub(r"(?m)^(\s*)[!%](?:.*\\\n)*.*", r"\1pass", text)
+    return from_program(text) if path.suffix in (".py", ".ipynb") else from_commands(text)
 
 
 def engine_of(settings):
@@ -130,6 +133,8 @@ def look(settings, engine, names, default):
             default = engine["null"].get(name, default)
         elif values:  # ! needs the number of processes, too
             value = UNREAD if len(values) > 1 or "!" in name else values.pop()
+            known = settings.get(value[1:], {value}) - {value} if value[:1] == "$" else ()
+            value = min(known) if len(known) == 1 and known != {UNREAD} else value
             return value.replace(UNREAD, f"{UNREAD} {name}")
     if default in engine["same"]:
         return look(settings, engine, default, engine["same"][default])
@@ -173,15 +178,9 @@ def judge(settings):
     level, mean, low, high = [look(settings, engine, *engine[name]).lower() for name in names]
     updates, unread = updates_of(settings, engine)
     unless, sampler, expected = [[*deviating(settings, engine, kind)] for kind in FACTS["kinds"]]
-    found = {
-        "level": engine["levels"].get(level, "unknown"),
-        "mean": FACTS["means"].get(mean, "unknown"),
-        "updates": updates,
-        "eps_low": number(low),
-        "eps_high": number(high),
-    }
-    if unless:
-        found["level"] = "unknown"
+    found = {"level": "unknown" if unless else engine["levels"].get(level, "unknown"),
+             "mean": FACTS["means"].get(mean, "unknown"), "updates": updates,
+             "eps_low": number(low), "eps_high": number(high)}
     is_one = updates and 1 / updates % 1 == 0  # or several rollouts for one update
     holds = {  # the first one is the verdict
         "not_gspo": found["level"] == "token",
@@ -198,22 +197,22 @@ def judge(settings):
     unread += [engine[name][0] or name for name in names if found[name] == "unknown"]
     notes += [f"Look up {name.replace('|', ' or ')} in {places}." for name in unread]
     notes += unless + sampler + expected + engine["version"]
-    notes.append(f"Read as {engine['name']}: {json.dumps(found)}")
+    notes += [f"Read as {engine['name']}: {json.dumps(found)}"]
     return found, [FACTS["verdicts"][found["verdict"]], *[f"note: {note}" for note in notes]]
 
 
 def explain(config):
     """Prints what a live configuration computes: the verdict, and a note on each deviation.
 
-    config: a GRPOConfig of TRL, Unsloth or ms-swift, or verl's configuration. Returns a dict: level
+    config: a GRPOConfig of TRL, Unsloth or ms-swift, or verl's whole configuration. Returns level
     ("sequence" or "token"), mean ("responses", "tokens" or "other"), updates (optimizer steps per
-    rollout), eps_low, eps_high, and verdict. Any other object gives the verdict "unknown"."""
+    rollout), eps_low, eps_high and verdict, which is "unknown" for any other object."""
+    settings = {}
     if hasattr(config, "items"):
         from omegaconf import OmegaConf
         settings = flat(OmegaConf.to_container(OmegaConf.create(config), resolve=True))
-    else:
+    elif type(config).__name__.endswith("GRPOConfig"):  # and not GMPOConfig, which has another loss
         settings = {name: {as_text(value)} for name, value in vars(config).items()}
-    if "steps_per_generation" in settings:
         settings["rlhf_type" if "swift" in type(config).__module__ else "--trl"] = {"grpo"}
     found, lines = judge(settings)
     print(*lines, sep="\n")

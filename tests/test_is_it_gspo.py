@@ -52,6 +52,15 @@ TABLE = {  # name of the file: its text, and the values or the verdict
     "two_values.py": (trl() + "args.epsilon = 0.2", "unknown"),
     "arithmetic.py": (trl("=8", "=2 * n"), "unknown"),
     "more.py": (trl('loss_type="grpo"', "num_iterations=1, **more"), "unknown"),
+    "other_epsilon.py": (trl("epsilon=3e-4, ", "", "def f(epsilon=1e-6): pass\nAdam(epsilon=1)"),
+                         ("sequence", "responses", 4, 0.2, 4e-4, "wide_range")),
+    "tuple.py": (trl("3e-4", "LOW", "LOW, HIGH = 3e-4, 0.2"), "unknown"),
+    "loop.py": (trl('"grpo"', "loss", "loss = 'grpo'\nfor loss in ['dapo']: pass"), "unknown"),
+    "function.py": (trl("3e-4", "LOW", "LOW = 3e-4\ndef f(LOW): pass"), "unknown"),
+    "setattr.py": (trl() + "setattr(args, 'loss_type', 'dapo')", "unknown"),
+    "replace.py": (trl() + "args = replace(args, loss_type='dapo')", NOTHING),
+    "two_configurations.py": (trl() + "args = GRPOConfig(num_iterations=4)", NOTHING),
+    "hash.py": (trl("epsilon=3e-4", "run_name='a #3', epsilon=3e-4"), PAPER),
     "parser.py": ("from trl import GRPOConfig\nTrlParser((GRPOConfig,)).parse_args()", NOTHING),
     # A trainer that may have another loss
     "own_loss.py": (trl(more="GRPOTrainer._compute_loss = f"), NOTHING),
@@ -70,6 +79,11 @@ TABLE = {  # name of the file: its text, and the values or the verdict
     "computed.sh": (verl("=256", "=$((8 * N))"), "unknown"),
     "array.sh": (f"ARGS=({verl('=256', '=250')})\n$ARGS --config-name='ppo_trainer' $@", PAPER),
     "other_file.sh": (f"{VERL[:100]} $EXTRA_ARGS", "unknown"),
+    "other_list.sh": (f'{VERL[:100]} "${{PARAMS[@]}}"', "unknown"),
+    "other_words.sh": (f"{VERL[:100]} ${{COMMON}}", "unknown"),
+    "other_name.sh": (f"{VERL[:100]} --config-name=ppo_mine", "unknown"),
+    "unused.sh": (f"A=({FLAGS})\nB=(--beta 0)\nswift rlhf --rlhf_type grpo ${{B[@]}}", "not_gspo"),
+    "hash.sh": (verl("data.", "trainer.experiment_name='a #4' data."), PAPER),
     "bypass.sh": (verl("=256", "=64", "algorithm.rollout_correction.bypass_mode=True"), "unknown"),
     "async.sh": (verl("main_ppo", "fully_async_main"), "unknown"),
     "swift.ps1": (LINES.replace("{}", "`"), PAPER),
@@ -114,13 +128,14 @@ def test_defaults_that_are_beside_a_file_are_followed(check):
     check("base.yaml", "actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}}}")
     text = "defaults: {}\nactor_rollout_ref: {{actor: {{clip_ratio_low: 0.1}}}}"
     assert check("a.yaml", text.format("[base, _self_]"))[0][3::2] == (0.1, "other_mean")
+    assert check("a.yaml", text.format("[_self_, base]"))[0][-1] == "unknown"
     assert check("a.yaml", text.format("elsewhere"))[0][-1] == "unknown"
 
 
 @pytest.mark.parametrize("text, note", [
     (SWIFT + "--beta 0.04", "beta is 0.04"),
     (VERL, "verl 0.9.1 follows loss_agg_mode. In 0.9.0"),
-    (VERL + "algorithm.rollout_correction.bypass_mode=True", "those of the sampler"),
+    (OPENRLHF + "--algo.advantage.is_correction_enable True", "those of the sampler"),
     (VERL.replace("=256", "=$B"), "Look up data.train_batch_size"),
     (VERL.replace("4e-4", "0.2"), "The clip range is 0.0003 and 0.2.")])
 def test_notes(text, note, check):
