@@ -1,8 +1,6 @@
 """The tools of tools/: logs, answers, evaluate, plot and warm_up."""
-import io
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,8 @@ import torch
 from matplotlib.figure import Figure
 
 import train_math
-from support.runs import checksum
 from support.task import load_questions
-from tests.conftest import at_call, one_line, parity_reward, spy, sums, weights_of, write_jsonl
+from tests.conftest import at_call, one_line, parity_reward, spy, sums, write_jsonl
 from tools import evaluate, logs, plot, warm_up
 from tools.logs import read
 
@@ -41,16 +38,15 @@ def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("module, words", [
-    (plot, ". --output OUT.png"), (evaluate, "OUT --model x"),
-    (warm_up, "metrics.jsonl --model x --instruction= --output_dir OUT")])
-@pytest.mark.parametrize("out", ["file/new", "file/more/new"])
-def test_a_wrong_path_is_refused_before_the_work(module, words, out, tmp_path, monkeypatch):
+    (plot, ". --output file/new.png"), (evaluate, "file/new --model x"),
+    (warm_up, "metrics.jsonl --model x --instruction= --output_dir file/new")])
+def test_a_wrong_path_is_refused_before_the_work(module, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     write_jsonl(Path("metrics.jsonl"), [{"question": "x", "answer": "y", "step": 0}])
     for owner, name in (plot, "draw"), (warm_up, "load"), (evaluate, "load_questions"):
         monkeypatch.setattr(owner, name, None)
-    assert "cannot be written" in one_line(module.main, *words.replace("OUT", out).split())
+    assert "cannot be written" in one_line(module.main, *words.split())
 
 
 def label_reward(prompts, completions, answer, log_metric, **columns):
@@ -99,8 +95,7 @@ class TestEvaluate:
         assert [row["question"] for row in read(stopped)] == [row["question"] for row in expected]
 
     @pytest.mark.parametrize("data", [
-        b"question,answer\nWhat is 1 + 1?,2\n", b'{"question": "1 + 1?", "answer": 2}\n',
-        b"1\n2\n", b'[{"question": "a", "reward": 1}]\n', b"PAR1\0\xff\xfe", b"\n"])
+        b"question,answer\n1 + 1?,2\xff", b'{"question": "1 + 1?"}', b'{"reward": 1}', b"1\n2\n"])
     def test_never_writes_into_a_file_of_something_else(self, command, tmp_path, data):
         path = tmp_path / "data.jsonl"
         path.write_bytes(data)
@@ -120,14 +115,6 @@ class TestEvaluate:
         assert "| cut | half | length | tokens |" in out and f"| 0.5 | {length:.3g} |" in out
         assert f"| #### 0 | 0 of {12 - ones} |\n| #### 1 | {ones} of {ones} |" in out
 
-    def test_needs_no_character_of_the_console(self, command, tmp_path, monkeypatch):
-        raw = io.BytesIO()
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252"))
-        path = tmp_path / "после.jsonl"
-        evaluate.main([str(path), *command, "--instruction=只回答一个数字"])
-        sys.stdout.flush()
-        assert b"--instruction='???????'" in raw.getvalue() and len(read(path)) == 4
-
     def test_refuses_answers_of_other_settings_rewards_or_models(self, command, tmp_path):
         def line(*flags, **parts):
             return one_line(evaluate.main, path, *command, "--model", folder, *flags, **parts)
@@ -144,12 +131,11 @@ class TestEvaluate:
         (folder / "model.safetensors").write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
         assert "another weights, or" in line() and read(path) == rows
 
-    def test_takes_the_settings_of_the_run_beside_the_model(self, command, tmp_path, capsys):
-        run = tmp_path / "run"
-        shutil.copytree(command[1], run / "model")
-        cfg = train_math.parse_settings([*command, "--instruction=", "--system=Be short."])
-        settings = vars(cfg) | {"questions": checksum(load_questions(cfg)[0])}
-        write_jsonl(run / "metrics.jsonl", [{"step": 0, "settings": settings}])
+    def test_takes_the_settings_of_the_run_beside_the_model(self, whole, tmp_path, capsys):
+        run = shutil.copytree(whole, tmp_path / "run")
+        rows = read(run / "metrics.jsonl")
+        rows[0]["settings"] |= {"instruction": "", "system": "Be short."}
+        write_jsonl(run / "metrics.jsonl", rows)
         command = ["--model", str(run / "model") + "/", "--device", "cpu"]
         evaluate.main([str(tmp_path / "a.jsonl"), *command])
         out = capsys.readouterr().out
@@ -244,9 +230,8 @@ def test_pictures_runs_from_the_command_line(whole, tmp_path, capsys):
     assert (tmp_path / "runs.png").read_bytes()[1:4] == b"PNG"
     one_line(plot.main, tmp_path / "none")
     assert "no metrics.jsonl in" in capsys.readouterr().err
-    for name in "x.xyz", "x":
-        one_line(plot.main, whole, "--output", name)
-        assert f"{name} must end in one of .avif" in capsys.readouterr().err
+    one_line(plot.main, whole, "--output", "x.xyz")
+    assert "x.xyz must end in one of .avif" in capsys.readouterr().err
 
 
 def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
@@ -259,43 +244,38 @@ def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
                              for label, own in runs.items()})
     assert len(set(styles.values())) == len(runs)
     assert {kind: styles[kind][:2] for kind in plot.STYLES} == plot.STYLES
-    assert styles["other"][:2] not in plot.STYLES.values()
 
 
-@pytest.mark.parametrize("learning_rate", ["0", "1e-3"])
-def test_solutions_follow_the_prompts_of_the_script(chat_model, tmp_path, capsys, learning_rate):
-    """With learning rate 0, the loss is the mean over the tokens of the answers alone."""
+def test_solutions_follow_the_prompts_of_the_script(chat_model, tmp_path, capsys):
+    """The loss is the mean over the tokens of the answers alone."""
+
+    def loss_of(folder):
+        model, tokenizer = train_math.load(str(folder), "cpu")
+        losses = []
+        for question, answer in ("1+1?", "2"), ("2+3?", "It is 5"):
+            chat = [{"role": "user", "content": f"{question}\nAdd."}]
+            prompt = tokenizer.apply_chat_template(
+                chat, enable_thinking=False, add_generation_prompt=True, return_dict=True).input_ids
+            ids = tokenizer(answer).input_ids + [tokenizer.eos_token_id]
+            labels = torch.tensor([[-100] * len(prompt) + ids])
+            losses.append(model(torch.tensor([prompt + ids]), labels=labels).loss.item())
+        return sum(losses) / 2
+
     path = tmp_path / "solutions.csv"
     path.write_text("question,answer\n1+1?,2\n2+3?,It is 5\n", encoding="utf-8-sig")
     flags = [str(path), "--model", str(chat_model), "--instruction", "Add.", "--device", "cpu",
-             "--output_dir", str(tmp_path / "new"), "--learning_rate", learning_rate]
+             "--output_dir", str(tmp_path / "new"), "--learning_rate", "1e-6"]
     warm_up.main(flags)
-    out = capsys.readouterr()
-    losses = [float(line.split()[-1]) for line in out.out.splitlines()]
-    assert len(losses) == 3 and "epoch 3" in out.err
-    if learning_rate != "0":
-        assert losses[2] < losses[1] < losses[0]
-        return
-    model, tokenizer = train_math.load(str(chat_model), "cpu")
-    after, _ = train_math.load(str(tmp_path / "new" / "model"), "cpu")
-    expected = []
-    for question, answer in ("1+1?", "2"), ("2+3?", "It is 5"):
-        chat = [{"role": "user", "content": f"{question}\nAdd."}]
-        prompt = tokenizer.apply_chat_template(
-            chat, enable_thinking=False, add_generation_prompt=True, return_dict=True).input_ids
-        ids = tokenizer(answer).input_ids + [tokenizer.eos_token_id]
-        labels = torch.tensor([[-100] * len(prompt) + ids])
-        expected.append(model(input_ids=torch.tensor([prompt + ids]), labels=labels).loss.item())
-    assert losses == pytest.approx([sum(expected) / 2] * 3, abs=6e-4)
-    assert torch.equal(weights_of(after), weights_of(model))
+    losses = [float(loss) for loss in re.findall("loss (.*)", capsys.readouterr().out)]
+    assert losses[0] == pytest.approx(loss_of(chat_model), abs=6e-4)
+    assert losses[0] > losses[1] > losses[2] > loss_of(tmp_path / "new" / "model")
     one_line(warm_up.main, *flags)
     assert "new is not empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("cells", ["a,", "a, ", ",b", "a", ""])
-def test_a_row_without_a_question_or_a_solution_is_refused(tmp_path, capsys, cells):
+@pytest.mark.parametrize("rows, number", [("1+1?,2\n1+2?, \n", 2), (",2\n", 1), ("", 1)])
+def test_a_row_without_a_question_or_a_solution_is_refused(tmp_path, capsys, rows, number):
     path = tmp_path / "solutions.csv"
-    path.write_text(f"question,answer\n1+1?,2\n{cells}\n" if cells else "question,answer\n")
-    flags = "--model", "x", "--instruction=", "--output_dir", tmp_path / "new"
-    said = one_line(warm_up.main, path, *flags) + capsys.readouterr().err
-    assert f"row {2 if cells else 1} of {path} has no" in said or "a row is ['a']" in said
+    path.write_text(f"question,answer\n{rows}")
+    one_line(warm_up.main, path, "--model=x", "--instruction=", "--output_dir=x")
+    assert f"row {number} of {path} has no" in capsys.readouterr().err
