@@ -165,13 +165,13 @@ def test_makes_a_world_once_and_never_an_incomplete_one(tmp_path, monkeypatch):
 
 def test_passes_flags_on_and_draws_a_picture(tmp_path, capsys):
     small = SMALL | {"max_steps": 1, "minibatches": 4, "output_dir": tmp_path}
-    flags = ["--algorithm", "grpo", "--eps_high", "1e9"]
+    flags = ["--algorithm", "grpo", "--eps_low", "0.3"]
     tiny.main([f"--{name}={value}" for name, value in small.items()] + flags)
     settings = read(tmp_path / "metrics.jsonl")[0]["settings"]
-    assert (settings["group_size"], settings["eps_low"], settings["eps_high"]) == (4, 0.2, 1e9)
+    assert (settings["group_size"], settings["eps_low"], settings["eps_high"]) == (4, 0.3, 0.267)
     assert (tmp_path / "metrics.png").read_bytes()[1:4] == b"PNG"
     shown = capsys.readouterr().out
-    assert "held-out accuracy before RL" in shown
+    assert "held-out accuracy before RL" in shown and "a picture of the run: " in shown
     assert "the same run without" not in shown, "it would have other settings than this run"
 
 
