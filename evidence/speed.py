@@ -121,8 +121,8 @@ def their_steps(model, job, parts=1, **options):
     clock = Clock()
     config = GRPOConfig(
         importance_sampling_level="sequence", loss_type="grpo", scale_rewards="group",
-        epsilon=3e-4, epsilon_high=4e-4, beta=0.0, num_iterations=1, temperature=1.0, top_p=1.0,
-        top_k=0, per_device_train_batch_size=job.rows // parts,
+        epsilon=3e-4, epsilon_high=4e-4, beta=0.0, num_iterations=1, temperature=1.0,
+        per_device_train_batch_size=job.rows // parts,
         gradient_accumulation_steps=parts, steps_per_generation=MINIBATCHES * parts,
         num_generations=GROUP, max_completion_length=job.length,
         max_steps=MINIBATCHES * ROUNDS, learning_rate=1e-6, adam_beta2=0.95,

@@ -140,7 +140,8 @@ def save(figure, path):
     shrink(path)
 
 
+PICTURES = {"clip.png": draw_clip, "weights.png": draw_weights, "rollout.png": draw_rollout}
+
 if __name__ == "__main__":
-    draw_clip(HERE / "clip.png")
-    draw_weights(HERE / "weights.png")
-    draw_rollout(HERE / "rollout.png")
+    for name, draw in PICTURES.items():
+        draw(HERE / name)

@@ -1,8 +1,6 @@
 """The tools of tools/: logs, answers, evaluate, plot and warm_up."""
-import io
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,17 +8,16 @@ import torch
 from matplotlib.figure import Figure
 
 import train_math
-from support.runs import checksum
 from support.task import load_questions
-from tests.conftest import at_call, one_line, parity_reward, spy, sums, weights_of, write_jsonl
+from tests.conftest import at_call, one_line, parity_reward, spy, sums, write_jsonl
 from tools import evaluate, logs, plot, warm_up
+from tools.answers import tables
 from tools.logs import read
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
 def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path, monkeypatch, name):
     path = tmp_path / name
-    assert read(path) == []
     rows = [{"step": 0}, {"step": 1, "word": "−5"}]
     logs.write(path, rows)
     logs.append(path, {"step": 2}, {"step": 3})
@@ -31,7 +28,6 @@ def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path, monkeypatch, name):
         logs.write(path, [{"step": 1}])
     assert path.read_bytes() == data, "an interrupted write leaves the old file"
     if path.suffix == ".gz":
-        assert data[:2] == b"\x1f\x8b"
         path.write_bytes(data[:-12])
         assert read(path)[:2] == rows
     else:
@@ -41,30 +37,26 @@ def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("module, words", [
-    (plot, ". --output OUT.png"), (evaluate, "OUT --model x"),
-    (warm_up, "metrics.jsonl --model x --instruction= --output_dir OUT")])
-@pytest.mark.parametrize("out", ["file/new", "file/more/new"])
-def test_a_wrong_path_is_refused_before_the_work(module, words, out, tmp_path, monkeypatch):
+    (plot, ". --output file/new"), (evaluate, "file/new --model x --dataset x.csv"),
+    (warm_up, "metrics.jsonl --model x --instruction= --output_dir file/new")])
+def test_a_wrong_path_is_refused_before_the_work(module, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     write_jsonl(Path("metrics.jsonl"), [{"question": "x", "answer": "y", "step": 0}])
-    for owner, name in (plot, "draw"), (warm_up, "load"), (evaluate, "load_questions"):
-        monkeypatch.setattr(owner, name, None)
-    assert "cannot be written" in one_line(module.main, *words.replace("OUT", out).split())
+    assert "cannot be written" in one_line(module.main, *words.split())
 
 
-def label_reward(prompts, completions, answer, log_metric, **columns):
+def logging_reward(completions, log_metric, **columns):
     log_metric("length", [len(text) for text in completions])
     log_metric("half", torch.tensor(0.5))
     log_metric("word", [Path("a")] * len(completions))
-    return [float(gold == "#### 1") for gold in answer]
+    return [1] * len(completions)
 
 
 class TestEvaluate:
     def test_keeps_the_answers_and_asks_nothing_twice(self, command, tmp_path, monkeypatch, capsys):
         _, held_out = load_questions(train_math.parse_settings(command))
         path = tmp_path / "new" / "folder" / "before.jsonl"
-        evaluate.main([str(path), *command])
         evaluate.main([str(path), *command, "--temperature", "0", "1", "1"])
         first = read(path)
         assert [row["temperature"] for row in first] == [0.0] * 4 + [1.0] * 4
@@ -77,7 +69,6 @@ class TestEvaluate:
         monkeypatch.setattr(train_math, "evaluate", spy(train_math.evaluate, asked))
         evaluate.main([str(path), *command, "--temperature", "1", "--samples", "2"])
         assert [len(arguments[2]) for arguments, *_ in asked] == [1], "only the trial"
-        assert read(path) == rows
         one_line(evaluate.main, path, *command, "--temperature", "-1")
         one_line(evaluate.main, path, *command, "--samples", "2")
         out, errors = capsys.readouterr()
@@ -88,10 +79,9 @@ class TestEvaluate:
         whole, stopped = (tmp_path / name for name in ("whole.jsonl", "stopped.jsonl"))
         flags = [*command, "--rollout_rows", "2", "--temperature", "0", "1"]
         evaluate.main([str(whole), *flags])
-        with monkeypatch.context() as patch:
-            patch.setattr(evaluate, "append", at_call(6, logs.append, OSError("no space left")))
-            assert one_line(evaluate.main, stopped, *flags) == "no space left"
         expected = read(whole)
+        monkeypatch.setattr(evaluate, "append", at_call(6, logs.append, OSError("no space left")))
+        assert one_line(evaluate.main, stopped, *flags) == "no space left"
         assert read(stopped) == expected[:6] and len(expected) == 8
         stopped.write_bytes(stopped.read_bytes()[:-20])
         evaluate.main([str(stopped), *flags])
@@ -99,34 +89,20 @@ class TestEvaluate:
         assert [row["question"] for row in read(stopped)] == [row["question"] for row in expected]
 
     @pytest.mark.parametrize("data", [
-        b"question,answer\nWhat is 1 + 1?,2\n", b'{"question": "1 + 1?", "answer": 2}\n',
-        b"1\n2\n", b'[{"question": "a", "reward": 1}]\n', b"PAR1\0\xff\xfe", b"\n"])
+        b"question,answer\n1 + 1?,2\xff", b'{"question": "1 + 1?"}', b'{"reward": 1}', b"1\n2\n"])
     def test_never_writes_into_a_file_of_something_else(self, command, tmp_path, data):
         path = tmp_path / "data.jsonl"
         path.write_bytes(data)
         assert "holds no answers" in one_line(evaluate.main, path, *command)
         assert path.read_bytes() == data
 
-    def test_shows_what_a_reward_logs_and_each_label(self, command, tmp_path, capsys):
-        data = write_jsonl(tmp_path / "data.jsonl", [
-            {"question": f"{i} figs?", "answer": f"#### {i % 2}"} for i in range(60)])
-        evaluate.main([str(tmp_path / "a.jsonl"), *command, "--dataset", data, "--eval_size", "12"],
-                      reward=label_reward)
+    def test_shows_what_a_reward_logs(self, command, tmp_path, capsys):
+        evaluate.main([str(tmp_path / "a.jsonl"), *command], reward=logging_reward)
         rows = read(tmp_path / "a.jsonl")
         assert all(row["length"] == len(row["response"]) and row["word"] == "a" for row in rows)
-        ones = sum(row["gold"] == "#### 1" for row in rows)
+        length = sum(row["length"] for row in rows) / 4
         out = capsys.readouterr().out
-        length = sum(row["length"] for row in rows) / 12
         assert "| cut | half | length | tokens |" in out and f"| 0.5 | {length:.3g} |" in out
-        assert f"| #### 0 | 0 of {12 - ones} |\n| #### 1 | {ones} of {ones} |" in out
-
-    def test_needs_no_character_of_the_console(self, command, tmp_path, monkeypatch):
-        raw = io.BytesIO()
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252"))
-        path = tmp_path / "после.jsonl"
-        evaluate.main([str(path), *command, "--instruction=只回答一个数字"])
-        sys.stdout.flush()
-        assert b"--instruction='???????'" in raw.getvalue() and len(read(path)) == 4
 
     def test_refuses_answers_of_other_settings_rewards_or_models(self, command, tmp_path):
         def line(*flags, **parts):
@@ -135,21 +111,19 @@ class TestEvaluate:
         path = str(tmp_path / "before.jsonl")
         folder = shutil.copytree(command[1], tmp_path / "model")
         evaluate.main([path, *command, "--model", str(folder)])
-        rows = read(path)
         for flag in "--instruction=x", "--system=x", "--seed=1", "--max_completion_length=2":
             assert f"{path} were asked with another {flag[2:].split('=')[0]}, or" in line(flag)
         assert "another questions, reward, or" in line("--eval_size=2", reward=parity_reward)
         evaluate.main([path, *command, "--model", f"{folder}/"])  # the same model
         data = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
-        assert "another weights, or" in line() and read(path) == rows
+        assert "another weights, or" in line()
 
-    def test_takes_the_settings_of_the_run_beside_the_model(self, command, tmp_path, capsys):
-        run = tmp_path / "run"
-        shutil.copytree(command[1], run / "model")
-        cfg = train_math.parse_settings([*command, "--instruction=", "--system=Be short."])
-        settings = vars(cfg) | {"questions": checksum(load_questions(cfg)[0])}
-        write_jsonl(run / "metrics.jsonl", [{"step": 0, "settings": settings}])
+    def test_takes_the_settings_of_the_run_beside_the_model(self, whole, tmp_path, capsys):
+        run = shutil.copytree(whole, tmp_path / "run")
+        rows = read(run / "metrics.jsonl")
+        rows[0]["settings"] |= {"instruction": "", "system": "Be short."}
+        write_jsonl(run / "metrics.jsonl", rows)
         command = ["--model", str(run / "model") + "/", "--device", "cpu"]
         evaluate.main([str(tmp_path / "a.jsonl"), *command])
         out = capsys.readouterr().out
@@ -172,54 +146,45 @@ def sampled(n, *correct):
 
 
 class TestTables:
-    @pytest.fixture
-    def printed(self, tmp_path, capsys, monkeypatch):
-        """What evaluate.py prints for the rows of several models."""
-        def printed(**models):
-            files = [write_jsonl(Path(f"{name}.jsonl"), models[name]) for name in models]
-            evaluate.main(files)
-            return capsys.readouterr().out
-
-        monkeypatch.chdir(tmp_path)
-        return printed
-
-    def test_compare_each_file_with_the_first(self, printed):
-        out = printed(before=rows_of("abcd", [0, 0, 1, 1], cut=True),
-                      other=rows_of("abcd", [1] * 4))
+    def test_compare_each_file_with_the_first_and_show_each_label(self):
+        before = rows_of("ab", [0, 0], gold="no", cut=1) + rows_of("cd", [1, 1], gold="yes", cut=1)
+        other = rows_of("ab", [1, 1], gold="no") + rows_of("cd", [1, 1], gold="yes")
+        out = tables({"before": before, "other": other})
         assert "| before | 50.0% (15.0% to 85.0%) | - | 1 | 5 |" in out
         # The differences are 1, 1, 0, 0: 1.96 * 0.5 / 2.
         assert "| other | 100.0% (51.0% to 100.0%) | +50.0% (+1.0% to +99.0%) | - | 5 |" in out
+        assert "| no | 0 of 2 | 2 of 2 |\n| yes | 2 of 2 | 2 of 2 |" in out
 
-    def test_name_files_that_were_asked_with_other_settings(self, printed):
+    def test_name_files_that_were_asked_with_other_settings(self, tmp_path, capsys):
         first = {"instruction": "Add.", "seed": 1, "weights": 1, "system": None}
         other = {"instruction": "", "seed": 2, "weights": 2, "system": None, "reward": "mine"}
-        files = [rows_of("ab", [0, 1], settings=settings)
-                 for settings in (first, first | {"weights": 3}, {}, other)]
-        notes = re.findall("note.*", printed(**dict(zip("wxyz", files))))
-        assert notes == ["note: z was asked with another instruction, reward than the first"]
+        files = [write_jsonl(tmp_path / f"{name}.jsonl", rows_of("ab", [0, 1], settings=settings))
+                 for name, settings in zip("wxyz", (first, first | {"weights": 3}, {}, other))]
+        evaluate.main(files)
+        assert re.findall("note: .*/(.*)", capsys.readouterr().out) == [
+            "z was asked with another instruction, reward than the first"]
 
-    @pytest.mark.parametrize("before, after, gold", [
-        ("ab", "ac", "3"), ("ab", "abc", "3"), ("aab", "abb", "3"), ("a", "a", "4")])
-    def test_refuse_other_questions(self, printed, before, after, gold):
-        files = rows_of(before, [1] * 3, gold="3"), rows_of(after, [1] * 3, gold=gold)
-        with pytest.raises(SystemExit, match=f"before has answers to {len(before)} questions"):
-            printed(before=files[0], after=files[1])
+    @pytest.mark.parametrize("after, gold", [("ac", "3"), ("abc", "3"), ("ba", "3"), ("ab", "4")])
+    def test_refuse_other_questions(self, after, gold):
+        files = rows_of("ab", [1] * 2, gold="3"), rows_of(after, [1] * 3, gold=gold)
+        with pytest.raises(SystemExit, match="before has answers to 2 questions"):
+            tables({"before": files[0], "after": files[1]})
 
-    def test_have_means_without_percent_signs_for_a_graded_reward(self, printed):
-        out = printed(before=rows_of("abc", [0.5, 0.25, 1]), after=rows_of("abc", [1.5, 0.75, 2]))
-        assert "%" not in out.replace("95%", "")
+    def test_have_means_without_percent_signs_for_a_graded_reward(self):
+        out = tables({"before": rows_of("abc", [0.5, 0.25, 1]),
+                      "after": rows_of("abc", [1.5, 0.75, 2])})
         # Of 0 to 1, an interval ends at 1. The gains are 1, 0.5, 1: 1.96 * 0.2357 / sqrt(3).
         assert "| before | 0.583 (0.151 to 1.000) | - | 5 |" in out
         assert "| 1.417 (0.705 to 2.129) | +0.833 (+0.567 to +1.100) | 5 |" in out
 
-    def test_compare_several_samples_question_by_question(self, printed):
-        out = printed(before=sampled(4, 1, 0, 2, 0), after=sampled(5, 4, 0, 4, 4)[:-1])
+    def test_compare_several_samples_question_by_question(self):
+        out = tables({"before": sampled(4, 1, 0, 2, 0), "after": sampled(5, 4, 0, 4, 4)[:-1]})
         # pass@2 is (1/2 + 5/6) / 4.
         assert "| 4 samples | pass@1 | pass@2 | pass@4 |" in out
         assert "| before | 18.8% (0.0% to 42.2%) | 33.3% (0.0% to 73.3%) | 50.0% (" in out
         assert "| after, gain | +56.2% (+20.0% to +92.5%) | +41.7% (+4.2% to +79.1%) |" in out
-        assert "pass@" not in printed(one=sampled(1, 1, 0))
-        assert "pass@" not in printed(graded=[row | {"reward": 0.5} for row in sampled(4, 1, 0)])
+        graded = [row | {"reward": 0.5} for row in sampled(4, 1, 0)]
+        assert "pass@" not in tables({"one": sampled(1, 1, 0)}) + tables({"graded": graded})
 
 
 def test_draws_reward_length_clip_and_spread(whole, monkeypatch):
@@ -244,9 +209,6 @@ def test_pictures_runs_from_the_command_line(whole, tmp_path, capsys):
     assert (tmp_path / "runs.png").read_bytes()[1:4] == b"PNG"
     one_line(plot.main, tmp_path / "none")
     assert "no metrics.jsonl in" in capsys.readouterr().err
-    for name in "x.xyz", "x":
-        one_line(plot.main, whole, "--output", name)
-        assert f"{name} must end in one of .avif" in capsys.readouterr().err
 
 
 def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
@@ -259,43 +221,38 @@ def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
                              for label, own in runs.items()})
     assert len(set(styles.values())) == len(runs)
     assert {kind: styles[kind][:2] for kind in plot.STYLES} == plot.STYLES
-    assert styles["other"][:2] not in plot.STYLES.values()
 
 
-@pytest.mark.parametrize("learning_rate", ["0", "1e-3"])
-def test_solutions_follow_the_prompts_of_the_script(chat_model, tmp_path, capsys, learning_rate):
-    """With learning rate 0, the loss is the mean over the tokens of the answers alone."""
+def test_solutions_follow_the_prompts_of_the_script(chat_model, tmp_path, capsys):
+    """The loss is the mean over the tokens of the answers alone."""
+
+    def loss_of(folder):
+        model, tokenizer = train_math.load(str(folder), "cpu")
+        losses = []
+        for question, answer in ("1+1?", "2"), ("2+3?", "It is 5"):
+            chat = [{"role": "user", "content": f"{question}\nAdd."}]
+            prompt = tokenizer.apply_chat_template(
+                chat, enable_thinking=False, add_generation_prompt=True, return_dict=True).input_ids
+            ids = tokenizer(answer).input_ids + [tokenizer.eos_token_id]
+            labels = torch.tensor([[-100] * len(prompt) + ids])
+            losses.append(model(torch.tensor([prompt + ids]), labels=labels).loss.item())
+        return sum(losses) / 2
+
     path = tmp_path / "solutions.csv"
     path.write_text("question,answer\n1+1?,2\n2+3?,It is 5\n", encoding="utf-8-sig")
     flags = [str(path), "--model", str(chat_model), "--instruction", "Add.", "--device", "cpu",
-             "--output_dir", str(tmp_path / "new"), "--learning_rate", learning_rate]
+             "--output_dir", str(tmp_path / "new"), "--learning_rate", "1e-6"]
     warm_up.main(flags)
-    out = capsys.readouterr()
-    losses = [float(line.split()[-1]) for line in out.out.splitlines()]
-    assert len(losses) == 3 and "epoch 3" in out.err
-    if learning_rate != "0":
-        assert losses[2] < losses[1] < losses[0]
-        return
-    model, tokenizer = train_math.load(str(chat_model), "cpu")
-    after, _ = train_math.load(str(tmp_path / "new" / "model"), "cpu")
-    expected = []
-    for question, answer in ("1+1?", "2"), ("2+3?", "It is 5"):
-        chat = [{"role": "user", "content": f"{question}\nAdd."}]
-        prompt = tokenizer.apply_chat_template(
-            chat, enable_thinking=False, add_generation_prompt=True, return_dict=True).input_ids
-        ids = tokenizer(answer).input_ids + [tokenizer.eos_token_id]
-        labels = torch.tensor([[-100] * len(prompt) + ids])
-        expected.append(model(input_ids=torch.tensor([prompt + ids]), labels=labels).loss.item())
-    assert losses == pytest.approx([sum(expected) / 2] * 3, abs=6e-4)
-    assert torch.equal(weights_of(after), weights_of(model))
+    losses = [float(loss) for loss in re.findall("loss (.*)", capsys.readouterr().out)]
+    assert losses[0] == pytest.approx(loss_of(chat_model), abs=6e-4)
+    assert losses[0] > losses[1] > losses[2] > loss_of(tmp_path / "new" / "model")
     one_line(warm_up.main, *flags)
     assert "new is not empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("cells", ["a,", "a, ", ",b", "a", ""])
-def test_a_row_without_a_question_or_a_solution_is_refused(tmp_path, capsys, cells):
+@pytest.mark.parametrize("rows, number", [("1+1?,2\n1+2?, \n", 2), (",2\n", 1), ("", 1)])
+def test_a_row_without_a_question_or_a_solution_is_refused(tmp_path, capsys, rows, number):
     path = tmp_path / "solutions.csv"
-    path.write_text(f"question,answer\n1+1?,2\n{cells}\n" if cells else "question,answer\n")
-    flags = "--model", "x", "--instruction=", "--output_dir", tmp_path / "new"
-    said = one_line(warm_up.main, path, *flags) + capsys.readouterr().err
-    assert f"row {2 if cells else 1} of {path} has no" in said or "a row is ['a']" in said
+    path.write_text(f"question,answer\n{rows}")
+    one_line(warm_up.main, path, "--model=x", "--instruction=", "--output_dir=x")
+    assert f"row {number} of {path} has no" in capsys.readouterr().err
