@@ -126,7 +126,7 @@ class Report:
                 return True
             except FAILURES as error:
                 failures.append(error)
-        raise failures[0]
+        raise failures[-1]         # the mistake of this function, and not of one that it calls
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" and place(report.nodeid):

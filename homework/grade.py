@@ -4,9 +4,8 @@
     python -m homework.grade maths FILES --gradescope results.json
 
 In FILES, a folder stands for the .py files in it that have my_gspo (or train_math) in their names.
-Each file runs in a process of its own, but with your rights: use a container for authors whom you
-do not trust. If a test hangs, or ends the process, the function that it tests has no points, and
-the other functions are tested in a new process. The maths gives 90% of a function's points, and the
+Each file runs in a process of its own, but with your rights. If a test hangs, or ends the process,
+the function that it tests has no points. The maths gives 90% of a function's points, and the
 promises 10%. If a test of one of these two fails, at most a third of its points remain.
 """
 import argparse
@@ -21,11 +20,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HOMEWORKS = {  # the variable that names a file, letters in its name, the tests, and the solution
-    "maths": ("GSPO", "mygspo", ROOT / "test_gspo.py", ROOT / "gspo.py"),
-    "loop": ("LOOP", "trainmath", ROOT / "homework" / "test_loop.py", ROOT / "train_math.py")}
+HOMEWORKS = {  # the variable that names a file, a part of its name, the tests, and the solution
+    "maths": ("GSPO", "my_gspo", ROOT / "test_gspo.py", ROOT / "gspo.py"),
+    "loop": ("LOOP", "train_math", ROOT / "homework" / "test_loop.py", ROOT / "train_math.py")}
 OPTIONS = "-m pytest -v -rN --tb=line --color=no -o addopts= -p no:cacheprovider".split()
 SECONDS = 40  # a test hangs if pytest prints nothing for so long
+SAYS = {"import of gspo halted; None in sys.modules": "the file imports the solution",
+        "pytest: reading from stdin while output is captured! Consider using `-s`.": "input()"}
 
 
 def report_of(homework, path, broken):
@@ -48,7 +49,10 @@ def report_of(homework, path, broken):
         process.kill()
         process.wait()
         report.seek(0)
-        return report.read().decode(errors="replace"), code
+        text = report.read().decode(errors="replace")
+    for message, cause in SAYS.items():
+        text = text.replace(message, cause)
+    return text, code
 
 
 def results_of(homework, path):
@@ -72,6 +76,9 @@ def results_of(homework, path):
 def row_of(homework, path, full):
     """A row of the table. full: {part: its line in the report of the solution}"""
     lines, remarks = results_of(homework, path)
+    source = path.read_bytes()
+    remarks += ["begins with a byte order mark (BOM)"] * source.startswith(b"\xef\xbb\xbf")
+    remarks += ["prints when it is loaded"] * bool(re.search(rb"^print\(", source, re.MULTILINE))
     row = {"file": str(path), "grade (%)": 0}
     for part, best in full.items():
         row[part], _, hint = lines.get(part, re.sub(r"\d+ of", "0 of", best)).partition(": ")
@@ -85,12 +92,12 @@ def row_of(homework, path, full):
     return row | {"remark": " // ".join(remarks)}
 
 
-def files_of(path, letters):
-    """This file, or the .py files in this folder that have these letters in their names."""
-    if path.is_file():
-        return [path]
+def files_of(path, part):
+    """This file, or the .py files in this folder that have this part in their names."""
     files = [file for file in sorted(path.rglob("[!.]*")) if file.suffix.lower() == ".py"]
-    return [file for file in files if letters in re.sub("[^a-z]", "", file.name.lower())]
+    letters = part.replace("_", "")
+    own = [file for file in files if letters in re.sub("[^a-z]", "", file.name.lower())]
+    return [path] if path.is_file() else own
 
 
 def main(argv=None):
@@ -99,8 +106,8 @@ def main(argv=None):
     parser.add_argument("files", nargs="+", type=Path, metavar="FILES")
     parser.add_argument("--gradescope", type=Path, help="where to write results.json")
     args = parser.parse_args(argv)
-    _, letters, _, solution = HOMEWORKS[args.homework]
-    files = sum([files_of(path, letters) for path in args.files], [])
+    _, part, _, solution = HOMEWORKS[args.homework]
+    files = sum([files_of(path, part) for path in args.files], [])
     full, problem = results_of(args.homework, solution)
     if problem or any(": " in line for line in full.values()):
         sys.exit(f"the tests of {solution.name} itself fail: {problem or full}")
@@ -108,12 +115,10 @@ def main(argv=None):
     columns = ["file", "grade (%)", *full, "remark"]
     table = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
     table.writeheader()
-    row = {"grade (%)": 0, "remark": f"no .py file has {letters} in its name"}
-    for path in files:
-        row = row_of(args.homework, path, full)
-        table.writerow(row)
-        sys.stdout.flush()
-    if not files:
+    row = {"grade (%)": 0, "remark": f"there is no .py file with {part} in its name"}
+    for path in files or [None]:
+        print(path or "nothing to grade", file=sys.stderr)
+        row = row_of(args.homework, path, full) if path else row
         table.writerow(row)
     if args.gradescope:
         tests = [{"name": part, "output": row.get(part, "")} for part in full]

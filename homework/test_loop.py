@@ -258,6 +258,8 @@ class TestMicroBatch:
         first, second = tokens("3555 2250.")
         check(batch.ids[0, :4], first, hint)
         check(batch.ids[1], second, hint)
+        if not 0 <= batch.ids[0, 4] < WORDS:
+            fail("padding goes through the model, too: use an id of the vocabulary, such as 0")
 
     def test_mask_is_1_on_the_response_as_predicted_a_column_earlier(self):
         hint = ("the mask (b, L - 1) belongs to ids[:, 1:], because position t predicts t + 1. It "

@@ -1,6 +1,8 @@
 """The tools of tools/: logs, answers, evaluate, plot and warm_up."""
+import io
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,7 @@ def test_a_row_that_a_kill_cut_short_is_left_out(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("module, words", [
-    (plot, ". --output file/new"), (evaluate, "file/new --model x --dataset x.csv"),
+    (plot, ". --output file/new.png"), (evaluate, "file/new --model x --dataset x.csv"),
     (warm_up, "metrics.jsonl --model x --instruction= --output_dir file/new")])
 def test_a_wrong_path_is_refused_before_the_work(module, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -95,6 +97,10 @@ class TestEvaluate:
         path.write_bytes(data)
         assert "holds no answers" in one_line(evaluate.main, path, *command)
         assert path.read_bytes() == data
+
+    def test_needs_no_character_of_the_console(self, command, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="cp1252"))
+        evaluate.main([str(tmp_path / "после.jsonl"), *command])
 
     def test_shows_what_a_reward_logs(self, command, tmp_path, capsys):
         evaluate.main([str(tmp_path / "a.jsonl"), *command], reward=logging_reward)
@@ -208,7 +214,9 @@ def test_pictures_runs_from_the_command_line(whole, tmp_path, capsys):
     plot.main([str(tmp_path / "metrics.jsonl"), str(whole)])
     assert (tmp_path / "runs.png").read_bytes()[1:4] == b"PNG"
     one_line(plot.main, tmp_path / "none")
-    assert "no metrics.jsonl in" in capsys.readouterr().err
+    one_line(plot.main, whole, "--output", "x.xyz")
+    errors = capsys.readouterr().err
+    assert "no metrics.jsonl in" in errors and "x.xyz must end in one of .avif" in errors
 
 
 def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
@@ -223,8 +231,11 @@ def test_an_algorithm_has_its_colour_and_line_style_and_two_runs_differ():
     assert {kind: styles[kind][:2] for kind in plot.STYLES} == plot.STYLES
 
 
-def test_solutions_follow_the_prompts_of_the_script(chat_model, tmp_path, capsys):
+def test_solutions_follow_the_prompts_of_the_script(chat_model, tmp_path, capsys, monkeypatch):
     """The loss is the mean over the tokens of the answers alone."""
+    def supervised_loss(model, *others):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return right(model, *others)
 
     def loss_of(folder):
         model, tokenizer = train_math.load(str(folder), "cpu")
@@ -238,6 +249,8 @@ def test_solutions_follow_the_prompts_of_the_script(chat_model, tmp_path, capsys
             losses.append(model(torch.tensor([prompt + ids]), labels=labels).loss.item())
         return sum(losses) / 2
 
+    right = warm_up.supervised_loss
+    monkeypatch.setattr(warm_up, "supervised_loss", supervised_loss)
     path = tmp_path / "solutions.csv"
     path.write_text("question,answer\n1+1?,2\n2+3?,It is 5\n", encoding="utf-8-sig")
     flags = [str(path), "--model", str(chat_model), "--instruction", "Add.", "--device", "cpu",

@@ -146,6 +146,8 @@ def parse(argv):
 
 
 def main(argv=None, **replaced):
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # of characters that the console cannot show
     args, flags = parse(argv)
     if args.model:
         make_writable(args.files[0])

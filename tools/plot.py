@@ -103,6 +103,9 @@ def main(argv=None):
     if not all(runs.values()):
         parser.error(f"no metrics.jsonl in {', '.join(name for name in runs if not runs[name])}")
     output = args.output or files[0].with_name("runs.png")
+    endings = Figure().canvas.get_supported_filetypes()
+    if output.suffix[1:].lower() not in endings:
+        parser.error(f"{output} must end in one of .{', .'.join(sorted(endings))}")
     make_writable(output)
     draw(runs, output)
     print(output)
