@@ -37,10 +37,6 @@ def parity_reward(prompts, completions, **columns):
     return [float(sum(c.isdigit() for c in text) % 2) for text in completions]
 
 
-def constant_reward(prompts, completions, **columns):
-    return [0.3] * len(completions)
-
-
 def rollout_of(prompts, responses):
     """A Rollout of these token ids: a prompt for each response."""
     rollout = given_rollout(prompts, responses)

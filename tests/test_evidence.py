@@ -70,11 +70,6 @@ def test_held_out_products_are_in_no_training_question():
         assert f" {a} boxes of {b} " in row["question"]
 
 
-def test_only_the_last_number_is_rewarded():
-    texts = ["3 * 17 = 51.0 books.", "51 = 3 * 17", ""]
-    assert sums.last_number_reward(None, texts, ["51"] * 3) == [1, 0, 0]
-
-
 @pytest.mark.slow
 def test_a_run_has_all_answers_of_both_models_and_is_not_repeated(world, tmp_path):
     flags = ["--model", str(world / "model"), "--max_steps", "1", "--max_completion_length", "2",

@@ -55,7 +55,6 @@ TABLE = {  # name of the file: its text, and the values or the verdict
     "other_epsilon.py": (trl("epsilon=3e-4, ", "", "def f(epsilon=1e-6): pass\nAdam(epsilon=1)"),
                          ("sequence", "responses", 4, 0.2, 4e-4, "wide_range")),
     "tuple.py": (trl("3e-4", "LOW", "LOW, HIGH = 3e-4, 0.2"), "unknown"),
-    "loop.py": (trl('"grpo"', "loss", "loss = 'grpo'\nfor loss in ['dapo']: pass"), "unknown"),
     "function.py": (trl("3e-4", "LOW", "LOW = 3e-4\ndef f(LOW): pass"), "unknown"),
     "setattr.py": (trl() + "setattr(args, 'loss_type', 'dapo')", "unknown"),
     "replace.py": (trl() + "args = replace(args, loss_type='dapo')", NOTHING),

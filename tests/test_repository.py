@@ -1,8 +1,7 @@
 """The repository: imports point in one direction, it stays small, and CONTRIBUTING.md names all
 files.
 
-No new feature raises a limit of size. Machinery needs os, json, re or signal, so the list of
-imports keeps it out of train_math.py, whatever its length.
+No new feature raises a limit of size. The list of imports keeps machinery out of train_math.py.
 """
 import ast
 import io

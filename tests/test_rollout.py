@@ -24,7 +24,6 @@ from tools.warm_up import tiny_tokenizer
 
 SAMPLERS = [dynamic_rollout, static_rollout]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-THREE = [*QUESTIONS, {"question": "3?"}]
 FREQUENT_ENDS = torch.arange(1, 8)  # several end tokens that are drawn often: lengths differ
 
 SIZES = dict(
@@ -233,7 +232,7 @@ class TestAReplayedGraph:
     def test_gives_the_tokens_of_the_dynamic_sampler(self, graphs, kind):
         model, tokenizer = model_of(kind, seed=0)
         model.to(DEVICE)
-        arguments = encoded(tokenizer, [*THREE, *sums(4)]), 2, 20, 0.0, FREQUENT_ENDS.to(DEVICE)
+        arguments = encoded(tokenizer, [*QUESTIONS, *sums(5)]), 2, 20, 0.0, FREQUENT_ENDS.to(DEVICE)
         responses, log_probs = dynamic_rollout(model, *arguments)
         found, its_log_probs = static_rollout(model, *arguments)
         assert found == responses and torch.allclose(its_log_probs, log_probs, atol=1e-4)

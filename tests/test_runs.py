@@ -20,15 +20,7 @@ import train_math
 from support.runs import locked
 from support.sampling import dynamic_rollout
 from support.task import Refused
-from tests.conftest import (
-    TOP,
-    at_call,
-    parity_reward,
-    run,
-    sums,
-    train,
-    write_jsonl,
-)
+from tests.conftest import TOP, at_call, parity_reward, run, sums, train, write_jsonl
 from tools.logs import read
 from tools.warm_up import tiny_tokenizer
 
@@ -276,12 +268,6 @@ class TestTheScript:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert train_math.parse_settings([]).device == "cpu"
 
-    def test_says_that_a_large_step_takes_long_on_a_cpu(self, command, capsys):
-        flags = [*command, "--prompts_per_step", "1280"]
-        with pytest.raises(KeyError):
-            train_math.main(flags, make_optimizer=lambda model: {}[0])
-        assert "on a CPU, this can take hours" in capsys.readouterr().out
-
     def test_says_what_has_changed_and_names_a_frequent_response(self, command, tmp_path, capsys):
         """Of 4 questions, 1 is answered correctly before, and 3 are after the training. Numbers
         that the reward reports are shown, too."""
@@ -336,7 +322,6 @@ class TestTheScript:
                 "26 questions and 4 held-out ones\nthe first prompt: 'has 0 figs?", "step 1/3",
                 "eval_reward 0  (95% CI 0 to 0.49)", "note: no gradient in three steps"):
             assert words in shown
-        assert "hours" not in shown
         assert shown.count("? -> '") == 6, "two responses after each evaluation"
 
     @pytest.mark.slow

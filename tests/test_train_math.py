@@ -17,18 +17,11 @@ import gspo
 import train_math
 from gspo import group_advantages
 from support.task import Refused
-from tests.conftest import (
-    QUESTIONS,
-    constant_reward,
-    encoded,
-    parity_reward,
-    rollout_of,
-    settings,
-    spy,
-    sums,
-    train,
-    weights_of,
-)
+from tests.conftest import parity_reward, rollout_of, settings, spy, sums, train, weights_of
+
+
+def constant_reward(completions, **columns):
+    return [0.3] * len(completions)
 
 
 class TestTraining:
@@ -142,8 +135,8 @@ class TestTraining:
         first, _ = asked_and_drawn(rows, 0)
         assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
         assert first[:10] != first[10:] and asked_and_drawn(rows, 1)[0] != first
-        _, drawn = asked_and_drawn(QUESTIONS[:1] * 4, 0)
-        _, others = asked_and_drawn(QUESTIONS[:1] * 4, 1)
+        _, drawn = asked_and_drawn(sums(1) * 4, 0)
+        _, others = asked_and_drawn(sums(1) * 4, 1)
         assert len(drawn | others) == 10, "two steps drew the same responses"
 
     def test_multiplies_in_tf32_in_the_backward_alone(self, fresh):
@@ -264,7 +257,7 @@ class TestTheTrial:
         with contextlib.nullcontext() if most else refused:
             train_math.trial(*tiny, sums(8), cfg, parts)
         assert cfg.micro_batch_tokens == tokens
-        assert sizes[0] == (4, max(map(len, encoded(tiny[1], sums(8)))) + 80)
+        assert sizes[0] == (4, max(map(len, train_math.encode_prompts(tiny[1], sums(8), cfg))) + 80)
         assert all(parameter.grad is None for parameter in tiny[0].parameters())
 
 
@@ -348,8 +341,3 @@ def test_an_id_outside_the_vocabulary_has_a_log_prob_of_nan_and_no_gradient():
     assert log_probs.isnan().tolist() == [[False, True, True, True, True]]
     gspo.gspo_loss(log_probs, log_probs.detach(), torch.ones(1), ~log_probs.isnan()).backward()
     assert logits.grad[:, 0].abs().sum() > 0 and (logits.grad[:, 1:] == 0).all()
-
-
-def test_rewards_in_a_list_are_refused():
-    with pytest.raises(ValueError, match="must be a tensor, not a list"):
-        group_advantages([1.0, 0.0], 2)
