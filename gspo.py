@@ -1,7 +1,7 @@
 r"""GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): the maths only.
 
-Pure functions on tensors, which need torch alone: copy this file anywhere. `python gspo.py` prints
-an example that can be checked with a pencil. train_math.py trains with these functions.
+Pure functions on tensors, which need torch alone: copy this file anywhere. train_math.py uses it.
+`python gspo.py` prints an example that can be checked with a pencil.
 
 The idea: the policy gradient raises the probability of a response whose reward is above the mean
 of its group, and lowers that of a response below it. Several updates are made on one rollout. Each
@@ -88,7 +88,7 @@ def clipped_objective(ratio, advantages, eps_low, eps_high):
     (B, T); a 0-dim advantages tensor serves all ratios. Where the clip is active, the gradient is
     0. eps_low in (0, 1] and eps_high > 0 are distances from 1, not bounds; eps_low=1, eps_high=1e9
     switches the clip off. ValueError: other shapes (a (B,) tensor is never broadcast along T), or
-    another clip range, such as a distance that looks like a bound."""
+    another clip range; also 0.9 <= eps_low < 1 and 1 < eps_high <= 1.1, which look like bounds."""
     match = all(m == n or 1 in (m, n) for m, n in zip(ratio.shape, advantages.shape))
     _require(match and advantages.dim() in (0, ratio.dim()), ratio=ratio, advantages=advantages)
     _check_clip_range(eps_low, eps_high)

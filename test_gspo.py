@@ -162,7 +162,7 @@ def check(got, expected, hint, tolerance=1e-5, mistakes=()):
 
     mistakes: pairs of a wrong result and the message for it. Dimensions of size 1 do not count."""
     if got.dtype not in (torch.float32, torch.float64):
-        fail("compute in float32: bfloat16 cannot represent 1 + 3e-4", f"got {got.dtype}")
+        fail("compute in float32: bfloat16 rounds too coarsely for GSPO", f"got {got.dtype}")
     got = got.detach().double()
     expected = torch.as_tensor(expected, dtype=torch.float64)
     numbers = [f"got      {got.tolist()}", f"expected {expected.tolist()}"]

@@ -35,6 +35,7 @@ GIVEN = "log_probs|is_on_policy|extra|self.indices =|for i in|prompt, response" 
 def maths():
     """gspo.py without its helpers, and without the bodies of its functions."""
     source, _, _ = (ROOT / "gspo.py").read_text(encoding="utf-8").partition("\n\n\n# ---- helpers")
+    source = re.sub(r"\n`python gspo.py` prints .*", "", source)
     lines = source.splitlines()
     for node in reversed(ast.parse(source).body):
         if isinstance(node, ast.FunctionDef):

@@ -47,7 +47,7 @@ def sample(model, tokenizer, questions):
 
 
 def log_probs_of(model, ids):
-    """The log-probs (B, L - 1) of ids[:, 1:], because position t predicts token t + 1."""
+    """The log-probs (B, L - 1) of ids[:, 1:]: position t predicts t + 1, and sees no padding."""
     return token_log_probs(model(ids).logits[:, :-1], ids[:, 1:])
 
 
@@ -76,9 +76,9 @@ def train_step(model, tokenizer, optimizer, rows):
 def main():
     set_seed(0)  # of random and of torch
     tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    end_ids = model.generation_config.eos_token_id  # its penalties would change the policy
-    model.generation_config = GenerationConfig(
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)  # without dropout
+    end_ids = model.generation_config.eos_token_id
+    model.generation_config = GenerationConfig(  # penalties or top_p would change the policy
         do_sample=True, top_k=0, eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0)
     for step in range(1, 9):
