@@ -49,7 +49,6 @@ TABLE = {  # name of the file: its text, and the values or the verdict
     "defaults.py": ("from trl import GRPOConfig\nargs = GRPOConfig(beta=0.1)  # loss_type='grpo'",
                     ("token", "tokens", 1, 0.2, 0.2, "not_gspo")),
     "variable.py": (trl("3e-4", "LOW", "LOW = 3e-4"), PAPER),
-    "two_values.py": (trl() + "args.epsilon = 0.2", "unknown"),
     "arithmetic.py": (trl("=8", "=2 * n"), "unknown"),
     "more.py": (trl('loss_type="grpo"', "num_iterations=1, **more"), "unknown"),
     "other_epsilon.py": (trl("epsilon=3e-4, ", "", "def f(epsilon=1e-6): pass\nAdam(epsilon=1)"),

@@ -341,3 +341,8 @@ def test_an_id_outside_the_vocabulary_has_a_log_prob_of_nan_and_no_gradient():
     assert log_probs.isnan().tolist() == [[False, True, True, True, True]]
     gspo.gspo_loss(log_probs, log_probs.detach(), torch.ones(1), ~log_probs.isnan()).backward()
     assert logits.grad[:, 0].abs().sum() > 0 and (logits.grad[:, 1:] == 0).all()
+
+
+def test_rewards_in_a_list_are_refused():
+    with pytest.raises(ValueError, match="must be a tensor, not a list"):
+        group_advantages([1.0, 0.0], 2)
