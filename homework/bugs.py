@@ -95,7 +95,7 @@ def without_zero_grad(model):
 
 BUGS = {  # the bug: what makes it (some of Parts, fields of Algorithm, or flags)
     "nothing": {},
-    "the ratio is always 1: the current log-probs stand for the old": {"loss": against_itself},
+    "the ratio is always 1: the current log-probs replace the old ones": {"loss": against_itself},
     "zero_grad is missing": {"make_optimizer": without_zero_grad},
     "advantages do not belong to their responses": {"build_minibatches": others_advantages},
     "advantages over the whole batch, not over the group": {"advantages": over_the_batch},
