@@ -22,7 +22,7 @@ QUOTED = r"""f?"[^"\n]*"|f?'[^'\n]*'"""
 COMMENT = re.compile(rf"""({QUOTED})|(?:(?m:^)|(?<=\s))#[^\n]*""")
 FLAG = re.compile(  # --name value, --name=value, "--name", "value", a.b=value, ${NAME:-value}
     r"""(?:(?<![^\s"'(,;])(?:--([A-Za-z][\w.-]*)(?:=|["']?,?[ \t]+|(?=["'\s]|$))|[+~]*([A-Za-z_]"""
-    rf"""[\w.]*)=)|\$\{{(\w+):?[-=])(?=({QUOTED}|[^\s"'();|&,}}]*))""")
+    rf"""[\w.]*)=)|\$\{{(\w+):?[-=])(?=({QUOTED}|(?:[^\s"'();|&,}}]|,(?=\w))*))""")
 
 
 def as_text(value):
@@ -46,9 +46,8 @@ def flat(items, path=""):
 def from_commands(text):
     """The settings in a script of a shell."""
     text = COMMENT.sub(r"\1", text)
-    for name in re.findall(r"(?m)^\s*(\w+)\+?=\(", text):
-        if not re.search(rf"\$\{{?{name}\b", text):  # no command uses this list
-            text = re.sub(rf"(?s)\b{name}\+?=\(.*?\)", "", text)
+    if len(re.findall(FACTS["commands"], text)) > 1:
+        return {ELSEWHERE: {"the file, which has several commands"}}
     found = {mark: {"True"} for mark in re.findall(FACTS["marks"], text)}
     flags = re.sub(r"(--\S*eps_clip)_low_high\s+(\S+)\s+(\S+)", r"\1_low \2 \1_high \3", text)
     for flag, name, other, value in FLAG.findall(flags):
@@ -66,16 +65,16 @@ def from_program(source):
     nodes = [*ast.walk(ast.parse(source))]
     text = ast.unparse(nodes[0])
     calls = [node for node in nodes if isinstance(node, ast.Call)
-             and re.fullmatch(r"(trl\.)?(Unsloth)?GRPOConfig", ast.unparse(node.func))]
-    if re.search(FACTS["own_loss"], text) or len(calls) > 1:
+             and re.fullmatch(FACTS["calls"], ast.unparse(node.func))]
+    if re.search(FACTS["own_loss"], text) or len(calls) > 1 or not calls and "GRPOConfig" in text:
         return {ELSEWHERE: {"the file, which has another loss or trainer, or several GRPOConfigs"}}
     if not calls:
-        commands = re.sub(r'(?s)""".*?"""', "", text)  # without docstrings
-        return {} if "GRPOConfig" in commands else from_commands(commands)
+        return from_commands(re.sub(r'(?s)""".*?"""|\\n', " ", text))  # without docstrings
     found = {mark: {"True"} for mark in re.findall(FACTS["marks"], text)}
     bound = Counter(getattr(node, "id", getattr(node, "arg", "")) for node in nodes
                     if isinstance(getattr(node, "ctx", node), (ast.Store, ast.arg)))
-    assigned = dict(re.findall(r"(?m)^ *(\w+) = (.+)$", text))
+    assigned = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in nodes
+                if isinstance(node, ast.Assign)}
     for keyword in calls[0].keywords:
         value = ast.unparse(keyword.value)
         value = assigned.get(value, UNREAD) if bound[value] == 1 else value
@@ -83,7 +82,7 @@ def from_program(source):
             value = UNREAD
         found[keyword.arg or ELSEWHERE] = {as_text(value) if keyword.arg else f"**{value}"}
     names = re.findall(r"\w+", json.dumps(engine_of(found)))
-    for name in re.findall(r"(?<=\.)\w+(?= = )|(?<=')\w+(?=')", text):
+    for name in re.findall(r"(?<=\.)\w+(?= [-+*/]{0,2}= |, [^(=\n]* = )|(?<=')\w+(?=')", text):
         if name in names:  # args.epsilon = 0.2, setattr(args, 'epsilon', 0.2), {'epsilon': 0.2}
             found[name] = {UNREAD}
     return found
@@ -108,7 +107,7 @@ def from_yaml(path):
 def settings_of(path):
     """The settings in a file."""
     text = path.read_text("utf-8-sig")
-    if path.suffix in (".yaml", ".yml", ".json"):
+    if path.suffix in (".yaml", ".yml", ".json", ".toml"):  # TOML is refused there
         return from_yaml(path)
     if path.suffix == ".ipynb":
         cells = ["".join(one["source"]) for one in json.loads(text)["cells"]
@@ -163,7 +162,7 @@ def deviating(settings, engine, kind):
     for name, (default, expected, *switch) in engine[kind].items():
         value = look(settings, engine, name, default)
         is_on = not switch or look(settings, engine, *switch).lower() != "false"
-        if is_on and value[:1] != "$" and not re.fullmatch(expected, value, re.IGNORECASE):
+        if is_on and value != f"${name}" and not re.fullmatch(expected, value, re.IGNORECASE):
             yield FACTS["kinds"][kind].format(name=name.partition("|")[0], value=value)
 
 
@@ -208,10 +207,12 @@ def explain(config):
     ("sequence" or "token"), mean ("responses", "tokens" or "other"), updates (optimizer steps per
     rollout), eps_low, eps_high and verdict, which is "unknown" for any other object."""
     settings = {}
+    classes = str(type(config).__mro__)
     if hasattr(config, "items"):
         from omegaconf import OmegaConf
-        settings = flat(OmegaConf.to_container(OmegaConf.create(config), resolve=True))
-    elif type(config).__name__.endswith("GRPOConfig"):  # and not GMPOConfig, which has another loss
+        settings = flat(OmegaConf.to_container(OmegaConf.create(config)))
+        settings[ELSEWHERE] = {"the rest of the configuration"}
+    elif "trl.experimental" not in classes and re.search(r"(trl|swift)\.\S+GRPOConfig", classes):
         settings = {name: {as_text(value)} for name, value in vars(config).items()}
         settings["rlhf_type" if "swift" in type(config).__module__ else "--trl"] = {"grpo"}
     found, lines = judge(settings)

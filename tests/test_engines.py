@@ -1,6 +1,4 @@
-"""gspo_loss in TRL, and the table of losses on a page, which has those of TRL and verl. A test is
-skipped if a package that it needs is missing (see .ci/run).
-"""
+"""gspo_loss in TRL, and the table of losses on a page. They need TRL and verl (see .ci/run)."""
 import os
 import re
 import subprocess

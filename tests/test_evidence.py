@@ -1,5 +1,4 @@
-"""evidence/: the tables follow from the logs, the pages show their numbers, and no run is made
-twice."""
+"""evidence/: the tables follow from the logs, and the pages show their numbers."""
 import re
 import statistics
 from collections import Counter

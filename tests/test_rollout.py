@@ -1,7 +1,5 @@
-"""Sampling with train_math.py: both samplers, which of them is chosen, and the log-probs.
-
-On a CPU, an emulated CUDA graph records operations, and then replays them. As on a GPU, nothing
-that was recorded has run, and each replay works on the same memory.
+"""Sampling: both samplers, which of them is chosen, and the log-probs. On a CPU, an emulated CUDA
+graph records operations. As on a GPU, they have not run then, and replays work on the same memory.
 """
 import contextlib
 import copy

@@ -1,8 +1,5 @@
-"""train_math.py: whole steps, evaluations, the trial, and functions of the user's own.
-
-Sampling is tested in test_rollout, runs and their files in test_runs, and data in test_task. The
-specification of the maths is test_gspo.py, and that of the parts of a step homework/test_loop.py.
-"""
+"""train_math.py: whole steps, evaluations, the trial, and functions of the user's own. (The
+specification of the parts of a step is homework/test_loop.py.)"""
 import contextlib
 import copy
 import itertools
