@@ -26,7 +26,7 @@ HOMEWORKS = {  # the variable that names a file, a part of its name, the tests, 
 OPTIONS = "-m pytest -v -rN --tb=line --color=no -o addopts= -p no:cacheprovider".split()
 SECONDS = 40  # a test hangs if pytest prints nothing for so long
 SAYS = {"import of gspo halted; None in sys.modules": "the file imports the solution",
-        "pytest: reading from stdin while output is captured! Consider using `-s`.": "input()"}
+        "pytest: reading from stdin while output is captured!  Consider using `-s`.": "input()"}
 
 
 def report_of(homework, path, broken):
