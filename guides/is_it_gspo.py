@@ -67,7 +67,7 @@ def from_program(source):
     calls = [node for node in nodes if isinstance(node, ast.Call)
              and re.fullmatch(FACTS["calls"], ast.unparse(node.func))]
     if re.search(FACTS["own_loss"], text) or len(calls) > 1 or not calls and "GRPOConfig" in text:
-        return {ELSEWHERE: {"the file, which has another loss or trainer, or several GRPOConfigs"}}
+        return {ELSEWHERE: {"the file, with another loss or trainer, or not just one GRPOConfig"}}
     if not calls:
         return from_commands(re.sub(r'(?s)""".*?"""|\\n', " ", text))  # without docstrings
     found = {mark: {"True"} for mark in re.findall(FACTS["marks"], text)}
