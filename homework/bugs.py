@@ -97,7 +97,7 @@ BUGS = {  # the bug: what makes it (some of Parts, fields of Algorithm, or flags
     "nothing": {},
     "the ratio is always 1: the current log-probs replace the old ones": {"loss": against_itself},
     "zero_grad is missing": {"make_optimizer": without_zero_grad},
-    "advantages do not belong to their responses": {"build_minibatches": others_advantages},
+    "advantages are given to the wrong responses": {"build_minibatches": others_advantages},
     "advantages over the whole batch, not over the group": {"advantages": over_the_batch},
     "no root: s is the product of the tokens' ratios": {"loss": without_root},
     "GRPO's clip range with GSPO": {"flags": ["--eps_low", "0.2", "--eps_high", "0.27"]},
